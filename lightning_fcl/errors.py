@@ -51,7 +51,7 @@ def quoted(names: Iterable[object]) -> str:
     return listed((f"`{name}`" for name in names), most=3)
 
 
-def of_clients(what: str, named: Iterable[str], clients: Collection[str]) -> None:
+def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> None:
     """Refuse names of clients that the stream does not have; ``what`` names them, after "Expected"."""
     unknown = sorted(set(named) - set(clients))
     if unknown:
@@ -90,16 +90,16 @@ def other_lightning(kind: type) -> str:
 
 def refuse_other_lightning(*parts: object) -> None:
     """Refuse objects of the package `pytorch_lightning`."""
-    for told in filter(None, map(other_lightning, map(type, parts))):
-        raise TypeError(told)
+    for reason in filter(None, map(other_lightning, map(type, parts))):
+        raise TypeError(reason)
 
 
 def warn_of_other_lightning() -> None:
     """Say what is wrong with modules of `pytorch_lightning`: a Trainer refuses them before a strategy sees them."""
     package = sys.modules.get("pytorch_lightning")
     for kind in package.LightningModule.__subclasses__() if package is not None else ():
-        if told := not kind.__module__.startswith("pytorch_lightning") and other_lightning(kind):
-            log.warning(told)
+        if reason := not kind.__module__.startswith("pytorch_lightning") and other_lightning(kind):
+            log.warning(reason)
 
 
 def _refuse(arguments: Mapping[str, float], allows: Callable[[float], bool], expected: str) -> None:

@@ -44,7 +44,7 @@ COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "wh
 def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In order, as printed; a recipe becomes a file of the name in its first line, or is resolved."""
     from lightning_fcl.cli.main import main
-    from lightning_fcl.running.fit import resolve
+    from lightning_fcl.running.fit import resolve_recipe
 
     monkeypatch.chdir(tmp_path)
     blocks = BLOCK.findall(path.read_text())
@@ -58,7 +58,7 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
             (tmp_path / name[1]).write_text(code)
         elif language == "yaml":
             (tmp_path / "recipe.yaml").write_text(code)
-            assert resolve(["fit", "--config", "recipe.yaml"])["recipe"]["row"] in code
+            assert resolve_recipe(["fit", "--config", "recipe.yaml"])["recipe"]["row"] in code
         elif path in COMMANDS:
             for line in code.splitlines():
                 main(shlex.split(line, comments=True)[1:])

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from lightning_fcl.evaluation.files import locked, sha256, write_whole
-from lightning_fcl.hub.sums import check_file, write_sums
-from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder, row_slug
+from lightning_fcl.evaluation.sums import check_digest, write_sums
+from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
 from lightning_fcl.zoo import publish
 from lightning_fcl.zoo.card import card
 from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, read_entry, read_files
@@ -33,7 +33,7 @@ def train(told: dict[str, Any]) -> Path:
         words = ["fit", "--config", recipe, "--out", str(run)] if not (run / "results.json").is_file() else []
     else:
         found = paper_rows(paper_folder(paper), [row], scale)[row]
-        run = RUNS / f"{paper}-{scale}" / row_slug(row, found) / "seed-0"
+        run = RUNS / f"{paper}-{scale}" / found.slug / "seed-0"
         words = ["reproduce", paper, "--rows", row, "--scale", scale]
     if words:
         subprocess.run([sys.executable, "-m", "lightning_fcl.cli.main", *words], check=True, cwd=HERE.parent)
@@ -46,7 +46,7 @@ def renew_card(folder: Path) -> bool:
     Weights and version stay. Cut off, it goes on.
     """
     entry, digests = read_entry(folder / CONFIG), read_files(folder)
-    check_file(folder / WEIGHTS, digests[WEIGHTS])
+    check_digest(folder / WEIGHTS, digests[WEIGHTS])
     old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
     text = card(entry, spread_of(entry), read_tensors(folder / WEIGHTS)).encode()
     with locked(folder.parent / LOCK):

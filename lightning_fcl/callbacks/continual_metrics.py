@@ -16,7 +16,7 @@ from lightning_fcl.callbacks.tester import Counts, Tester, Values, parts_of
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.errors import argument, check_fields, of_clients, one_of
+from lightning_fcl.errors import argument, check_clients, check_fields, one_of
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
@@ -88,7 +88,7 @@ class ContinualMetrics(Callback):
         stream = need_stream(trainer)
         plan = stream.plan
         if not isinstance(self.clients, str):
-            of_clients("`clients`", self.clients, plan.clients)
+            check_clients("`clients`", self.clients, plan.clients)
         if federation_of(trainer) is None:
             self._check_order(trainer)
         samples = plan.test if self.on == "test" else plan.validation

@@ -33,14 +33,14 @@ def run(options: Namespace) -> None:
     kind = "*.toml" if options.what == "flower" else "*.npz"
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
         raise ValueError(f"Expected a folder of its own at {out} but it holds something else. Choose another by --out.")
-    from lightning_fcl.running.fit import read_parts, resolve
+    from lightning_fcl.running.fit import read_parts, resolve_recipe
     from lightning_fcl.running.named import find_recipes
 
     recipe = find_recipes(options.recipes)
     if options.what == "flower":
         from lightning_fcl.deployment.app import write_app
 
-        resolved = resolve(["fit", *recipe.command_words, *options.more])
+        resolved = resolve_recipe(["fit", *recipe.command_words, *options.more])
         files = write_app(resolved, out, Path(options.recipes[-1]).stem, options.publisher)
     else:
         from lightning_fcl.deployment.own_data import write_split

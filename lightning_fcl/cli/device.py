@@ -56,7 +56,7 @@ def report_recipe(
     """Print what a recipe needs, by its data where nothing else is said; write it into a folder, too."""
     from lightning_fcl.callbacks.base_session import BaseSession
     from lightning_fcl.device.report import device_report
-    from lightning_fcl.device.table import render
+    from lightning_fcl.device.table import report_text
     from lightning_fcl.evaluation.files import write_whole
     from lightning_fcl.models.quantization import fold_batchnorm
     from lightning_fcl.running.fit import read_parts
@@ -82,7 +82,7 @@ def report_recipe(
         link=link,
     )
     report = {"recipes": [str(path) for path in recipes], **report}
-    text = render(report)
+    text = report_text(report)
     print(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.hub.checkpoint import newest_checkpoint
-from lightning_fcl.running.named import find_recipes, read_recipe
+from lightning_fcl.running.named import find_recipes, read_recipe_file
 
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
   lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20
@@ -61,7 +61,7 @@ def run(options: Namespace) -> None:
 def words_of(options: Namespace) -> tuple[list[str], list[str]]:
     """The recipes that a command line begins with, and its other words, once the recipes among these are looked at."""
     for recipe in options.config:
-        read_recipe(Path(recipe))  # before anything heavy is imported
+        read_recipe_file(Path(recipe))  # before anything heavy is imported
     recipes = [*takewhile(lambda word: not word.startswith("-"), options.words)]
     return recipes, [word.replace("--help.all", "--help") for word in options.words[len(recipes) :]]
 
@@ -87,7 +87,7 @@ def _fit(words: Sequence[str]) -> None:
 
 def _out(recipes: Sequence[str]) -> str:
     """The folder of the results, where the command line does not say."""
-    said = [read_recipe(Path(one)) for one in recipes if Path(one).is_file()]
+    said = [read_recipe_file(Path(one)) for one in recipes if Path(one).is_file()]
     outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
     outs += [str(run) for one in recipes if (run := run_of(Path(one)))]
     names = [Path(one).stem if Path(one).is_file() else one.replace("@", "-") for one in recipes]

@@ -68,8 +68,8 @@ class Job:
 
     def needs(self, results: Mapping[str, Any]) -> bool:
         """Whether it has tasks that a run of it which has come to these results was not to train."""
-        there: int | None = results.get("tasks")
-        return there is not None and (self.tasks is None or self.tasks > there)
+        trained: int | None = results.get("tasks")
+        return trained is not None and (self.tasks is None or self.tasks > trained)
 
     def results(self) -> dict[str, Any]:
         """What it has come to, after its first tasks if no more are asked for."""
@@ -187,9 +187,14 @@ def run_job(job: Job) -> None:
     with occupied(job.out):
         if not job.wrote(job.out):
             begin(job)
-        elif _write_rest(job):
-            return
-        _train(job)
+        try:
+            results = read_results(job.out)
+        except (FileNotFoundError, ValueError):
+            results = {"finished": False}
+        if results["finished"] and not job.needs(results):
+            write_files(job.out)  # what is missing beside the results
+        else:
+            _train(job)
 
 
 def begin(job: Job) -> None:
@@ -214,15 +219,3 @@ def _train(job: Job) -> None:
     if os.environ.get("LIGHTNING_FCL_QUIET"):
         more += ["--trainer.enable_progress_bar", "false"]
     run([*job.arguments, *more])
-
-
-def _write_rest(job: Job) -> bool:
-    """Write what is missing beside the results of a run that had come to its end; False: it had not."""
-    try:
-        results = read_results(job.out)
-    except (FileNotFoundError, ValueError):
-        return False
-    done = bool(results["finished"]) and not job.needs(results)
-    if done:
-        write_files(job.out)
-    return done

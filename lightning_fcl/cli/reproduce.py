@@ -1,8 +1,13 @@
-"""`lightning-fcl reproduce`: a paper's recipes, over seeds, to one table and its figures."""
+"""`lightning-fcl reproduce`: a paper's recipes, over seeds, to one table and its figures.
+
+Finished runs that lie beside a paper's recipes are taken in place of running them again: ``recipes/PAPER/SCALE/``
+(``recipes/PAPER/`` for the paper's own scale) has them as ``--out`` has, each with ``results.json`` and fingerprint.
+"""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +15,14 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.cli.jobs import Job, finished, run_jobs
-from lightning_fcl.cli.kept import keep, take
+from lightning_fcl.cli.jobs import Job, begin, finished, run_jobs
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.results import read_results, write_results
+from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.evaluation.table import Table, write_table
 from lightning_fcl.evaluation.task_by_task import with_tasks
-from lightning_fcl.running.rows import Row, at_scale, paper_folder, paper_rows, place_of, row_slug, row_words
+from lightning_fcl.running.rows import Row, at_scale, paper_folder, paper_rows, place_of
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -82,7 +88,7 @@ def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | 
 
 
 def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path, tasks: int | None) -> list[Job]:
-    configs, extra, place = at_scale(row.configs, scale), row_words(name, row), out / row_slug(name, row)
+    configs, extra, place = at_scale(row.configs, scale), row.fit_words, out / row.slug
     return [Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", extra, tasks) for seed in range(seeds)]
 
 
@@ -111,3 +117,39 @@ def _write(
         f"{len(every)} runs. Table: {markdown} and {as_json}; all in one page: {page}; of each run: "
         f"{out}/*/seed-*/report.html"
     )
+
+
+def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
+    """Bring kept runs of the same fingerprint to where those of jobs that are not finished would be."""
+    number = 0
+    for job in jobs:
+        source = kept / job.out.relative_to(out)
+        if finished(job) or not (source / "results.json").is_file():
+            continue
+        try:
+            if not job.wrote(source):
+                raise ValueError(
+                    f"Expected {source} to be of this recipe, seed and version but its fingerprint is another."
+                )
+            results = read_results(source)
+            if job.needs(results):
+                raise ValueError(
+                    f"Expected {source} to be of all tasks that are asked for but it is of {results['tasks']}."
+                )
+            begin(job)
+            write_results(job.out, results)
+            write_files(job.out)
+            number += 1
+        except ValueError as error:
+            print(f"{job.label} is run anew: {error}", file=sys.stderr)
+    if number:
+        print(f"{number} of {len(jobs)} runs are taken from {kept}.", file=sys.stderr)
+
+
+def keep(job: Job, out: Path, kept: Path, command: str) -> Path:
+    """Put a finished run below a paper's folder, in two small files."""
+    target = kept / job.out.relative_to(out)
+    target.mkdir(parents=True, exist_ok=True)
+    write_results(target, read_results(job.out) | {"command": command}, indent=None)
+    job.sign(target)
+    return target

@@ -229,13 +229,12 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
     return recipe
 
 
-def check(search: Search) -> list[dict[str, Any]]:
+def try_settings(search: Search) -> list[dict[str, Any]]:
     """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
-    from lightning_fcl.running.fit import as_list, resolve
+    from lightning_fcl.running.fit import as_list, resolve_recipe
 
     words = [*config_words(search.recipes), *search.words]
-    recipe = resolve(["fit", *words])
-    callbacks: list[dict[str, Any]] = as_list(recipe["trainer"]["callbacks"])
+    callbacks: list[dict[str, Any]] = as_list(resolve_recipe(["fit", *words])["trainer"]["callbacks"])
     lowest = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}
     first = search.fixed | lowest
     with tempfile.TemporaryDirectory() as folder:
@@ -244,7 +243,7 @@ def check(search: Search) -> list[dict[str, Any]]:
         def problem(settings: Mapping[str, Any]) -> str:
             file.write_text(yaml.safe_dump(trial_recipe(settings, callbacks)))
             try:
-                resolve(["fit", *words, "--config", str(file)])
+                resolve_recipe(["fit", *words, "--config", str(file)])
             except ValueError as error:
                 return " ".join(str(error).split())
             return ""
@@ -252,9 +251,6 @@ def check(search: Search) -> list[dict[str, Any]]:
         # All together first, which is quick. What clashes only together is for the trials to find out.
         for key, value in first.items() if problem(first) else ():
             if error := problem({key: value}):
-                known = list(_paths(recipe))
-                if key not in known and (hint := did_you_mean(key, known)):
-                    raise ValueError(f"Expected the paths of `space` to be in the recipe but got {key}.{hint}")
                 raise ValueError(f"Expected `fit` to take {value} for {key} but {error}")
     return callbacks
 
@@ -266,13 +262,3 @@ def _label(choice: Any) -> Any:
 
 def _class_name(callback: Mapping[str, Any]) -> str:
     return str(callback["class_path"]).rpartition(".")[2]
-
-
-def _paths(recipe: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    for name, value in recipe.items():
-        yield (path := f"{before}{name}")
-        if path == "trainer.callbacks":
-            for entry in value if isinstance(value, list) else []:
-                yield from _paths(entry.get("init_args", {}), f"{path}.{_class_name(entry)}.")
-        elif isinstance(value, dict):
-            yield from _paths(value, f"{path}.")

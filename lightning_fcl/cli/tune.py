@@ -15,7 +15,7 @@ import sys
 import textwrap
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from lightning_fcl.cli.jobs import Job, finished, run_job, side_by_side, telling
 from lightning_fcl.cli.journal import open_study
-from lightning_fcl.cli.search import Search, check, trial_recipe
+from lightning_fcl.cli.search import Search, trial_recipe, try_settings
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.files import write_whole
@@ -77,42 +77,42 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    file, seed, workers = options.file, options.seed, options.workers
-    at_least(1, **{name: value for name in ("trials", "workers") if (value := vars(options)[name]) is not None})
-    search = Search.read(file, options.trials, options.case, options.row)
+    numbers = {name: getattr(options, name) for name in ("trials", "workers")}
+    at_least(1, **{name: number for name, number in numbers.items() if number is not None})
+    search = Search.read(options.file, options.trials, options.case, options.row)
     search = search if options.among is None else search.among(options.among)
     grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
     names = [slug(name) for name in (search.case, options.row) if name is not None]
-    out = options.out or Path("runs") / "-".join(["tune", file.stem, *names])
-    callbacks = check(search)
+    out = options.out or Path("runs") / "-".join(["tune", options.file.stem, *names])
+    callbacks = try_settings(search)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = open_study(search, seed, out, options.restart)
+    study = open_study(search, options.seed, out, options.restart)
     number = len(grid) or search.trials or 0
     size = _BATCH if search.sampler == "tpe" else number
-    done = len(_those(study, TrialState.COMPLETE, TrialState.FAIL))
+    done = len(_those(study, *STATES))
     if done:
         print(f"{done} trials are there already.", file=sys.stderr)
 
     def so_far() -> str:
-        finished_trials = len(_those(study, TrialState.COMPLETE, TrialState.FAIL))
-        return f"{finished_trials} of {number} trials are done; the same command goes on with the others."
+        return f"{len(_those(study, *STATES))} of {number} trials are done; the same command goes on with the others."
 
     with telling(so_far), tqdm(total=max(number, done), initial=done, unit="trial") as bar:
         for start in range(0, number, size):
-            jobs: dict[Job, int] = {}
+            jobs: dict[int, list[Job]] = {}
             for index in range(start, min(start + size, number)):
-                trial = propose(study, search, seed, index, grid)
+                trial = propose(study, search, options.seed, index, grid)
                 if trial.state != TrialState.FAIL:
-                    settings = trial_recipe(search.settings(trial.params), callbacks)
-                    own = trial_jobs(search, index, settings, out)
-                    if trial.state == TrialState.COMPLETE and all(map(finished, own)):
-                        settle(study, search, index, dict.fromkeys(own, ""))
-                    else:  # also where files of a trial that is done are damaged
-                        jobs |= dict.fromkeys(own, index)
-            run_trials(study, search, jobs, workers, bar)
+                    recipe = trial_recipe(search.settings(trial.params), callbacks)
+                    jobs[index] = trial_jobs(search, index, recipe, out)
+            for index, problems in outcomes(jobs, options.workers):
+                if settle(study, search, index, jobs[index], problems):
+                    best = study.best_trial if _those(study, TrialState.COMPLETE) else None
+                    shown = f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
+                    bar.set_postfix_str(shown)
+                    bar.update()
     chosen = {"--row": options.row, "--case": search.case, "--among": options.among}
     named = [str(word) for option, value in chosen.items() if value is not None for word in (option, value)]
-    write_results(study, search, shlex.join([str(file), *named]), out)
+    write_trials(study, search, shlex.join([str(options.file), *named]), out)
 
 
 def propose(
@@ -152,23 +152,21 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     ]
 
 
-def run_trials(
-    study: optuna.Study, search: Search, jobs: Mapping[Job, int], workers: int | None, bar: tqdm[Any]
-) -> None:
+def outcomes(jobs: Mapping[int, Sequence[Job]], workers: int | None) -> Iterator[tuple[int, list[str]]]:
+    """The trials whose runs have all come to an end, as they do, with what these have failed of."""
+    rest = {job: number for number, runs in jobs.items() for job in runs if not finished(job)}
+    yield from ((number, []) for number in jobs if number not in rest.values())
     problems: dict[Job, str] = {}
-    with closing(side_by_side(attempt, list(jobs), workers)) as done:
+    with closing(side_by_side(attempt, list(rest), workers)) as done:
         for job, problem in done:
             problems[job] = problem
-            runs = [other for other, number in jobs.items() if number == jobs[job]]
-            whole = all(run in problems for run in runs)
-            if whole and settle(study, search, jobs[job], {run: problems[run] for run in runs}):
-                best = study.best_trial if _those(study, TrialState.COMPLETE) else None
-                bar.set_postfix_str(f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet")
-                bar.update()
+            runs = [other for other, number in rest.items() if number == rest[job]]
+            if all(run in problems for run in runs):
+                yield rest[job], [problems[run] for run in runs if problems[run]]
 
 
 def attempt(job: Job) -> str:
-    """Run a job unless it is done already, and say what it failed of, if it did.
+    """Run a job, and say what it failed of, if it did.
 
     What the operating system refuses, a full disk or a missing file, is not the trial's fault and stops the search.
     """
@@ -177,8 +175,7 @@ def attempt(job: Job) -> str:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # the bar is not to be torn by lines about seeds
     torch.set_num_threads(1)  # as in the other processes: the number of threads changes the last digits
     try:
-        if not finished(job):
-            run_job(job)
+        run_job(job)
     except OSError:
         raise
     except Exception as error:
@@ -188,12 +185,12 @@ def attempt(job: Job) -> str:
     return ""
 
 
-def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[Job, str]) -> bool:
+def settle(study: optuna.Study, search: Search, number: int, jobs: Sequence[Job], problems: Sequence[str]) -> bool:
     """Enter a trial's objective, or why it failed, or compare with what had been entered; whether it is entered now."""
     failures: dict[str, str] = study.user_attrs.get("failures", {})
-    problem, value = next(filter(None, problems.values()), ""), math.nan
+    problem, value = next(iter(problems), ""), math.nan
     if not problem:
-        results = [read_results(job.out)["metrics"] for job in problems]
+        results = [read_results(job.out)["metrics"] for job in jobs]
         if search.objective not in results[0] and not _those(study, TrialState.COMPLETE):
             known = ", ".join(results[0])
             raise ValueError(f"Expected `objective` to be one of {known} but got {search.objective}.")
@@ -221,7 +218,7 @@ def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[J
     return True
 
 
-def write_results(study: optuna.Study, search: Search, named: str, out: Path) -> None:
+def write_trials(study: optuna.Study, search: Search, named: str, out: Path) -> None:
     """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials."""
     failures: dict[str, str] = study.user_attrs.get("failures", {})
     trials = [

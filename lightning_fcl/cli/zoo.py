@@ -90,10 +90,10 @@ def _verify(options: Namespace) -> None:
                 raise
             print(f"{name}: not here ({error})", file=sys.stderr)
             continue
-        found = "not measured: " + verdict.why if verdict.found is None else f"{verdict.found:.4f}"
-        told = "none" if verdict.told is None else f"{verdict.told:.4f}"
+        measured = "not measured: " + verdict.why if verdict.measured is None else f"{verdict.measured:.4f}"
+        card = "none" if verdict.card is None else f"{verdict.card:.4f}"
         word = "as its card says" if verdict.right else "NOT AS ITS CARD SAYS"
-        print(f"{verdict.name}: {word}; accuracy {found} (card: {told}), outputs within {verdict.difference:.1e}")
+        print(f"{verdict.name}: {word}; accuracy {measured} (card: {card}), outputs within {verdict.difference:.1e}")
         wrong += not verdict.right
     if wrong:
         raise SystemExit(1)
@@ -114,10 +114,10 @@ def _predict(options: Namespace) -> None:
 def _push(options: Namespace) -> None:
     from lightning_fcl.zoo.publishing import publish
 
-    licence = {"weights": options.weights_licence, "data": options.data_licence}
-    told = {name: terms for name, terms in licence.items() if terms}
+    terms = {"weights": options.weights_licence, "data": options.data_licence}
+    licence = {name: text for name, text in terms.items() if text}
     how = {"numbers": options.numbers, "features": options.features}
-    place = publish(options.run, options.name, options.to, options.about, told, options.limit, **how)
+    place = publish(options.run, options.name, options.to, options.about, licence, options.limit, **how)
     setting, name = "", place
     if isinstance(place, Path):
         setting, name = f"LIGHTNING_FCL_ZOO={options.to} ", options.name

@@ -23,7 +23,7 @@ from lightning_fcl.tasks.reservoir import ReservoirTask
 
 
 @dataclass(frozen=True)
-class Entry:
+class Held:
     """A tensor of a module's state, batch normalisation folded.
 
     Args:
@@ -63,7 +63,7 @@ class Footprint:
         uncounted: Layers with weights of which no MACs are known.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Held, ...]
     layers: tuple[Layer, ...]
     frozen_forward: int
     trained_forward: int
@@ -171,7 +171,7 @@ def _trained(module: nn.Module, reductions: Mapping[str, Reduction]) -> set[str]
 
 def _entries(
     module: nn.Module, reductions: Mapping[str, Reduction], trained: set[str], folded: Mapping[str, str]
-) -> tuple[Entry, ...]:
+) -> tuple[Held, ...]:
     """The state, entry by entry; ``folded`` tells the convolution of each batch normalisation that is folded."""
     state, result, frozen = entries(module), [], frozen_parameters(module, reductions)
     for name, value in state.items():
@@ -191,18 +191,18 @@ def _entries(
             size = value.numel() + 4 * len(value) if value.dim() > 1 else 4 * value.numel()
         travels = value.nbytes * (name not in frozen)  # every device has it as it was published
         up, down = reduction.up * travels, reduction.down * travels
-        result.append(Entry(name, layer, 0 if aside else value.numel(), learnt, size, up, down))
+        result.append(Held(name, layer, 0 if aside else value.numel(), learnt, size, up, down))
     return tuple(result)
 
 
-def _with_weights(layer: Layer, held: Sequence[Entry]) -> Layer:
+def _with_weights(layer: Layer, held: Sequence[Held]) -> Layer:
     own = [entry for entry in held if entry.layer == layer.name]
     # A frozen layer behind a trained one hands gradients on in fp32.
     weights = sum(4 * entry.numbers if layer.learns else entry.bytes for entry in own)
     return replace(layer, weights=weights, trained=weights if any(entry.trained for entry in own) else 0)
 
 
-def _reservoir(task: ReservoirTask, sample: Tensor, held: tuple[Entry, ...]) -> Footprint:
+def _reservoir(task: ReservoirTask, sample: Tensor, held: tuple[Held, ...]) -> Footprint:
     """A reservoir is frozen; its readout adds each state's outer products to A and B (Bacciu et al. 2021, eq. 11-12).
 
     A device takes a step at a time: it holds a step's input and two states of the layer at hand.

@@ -135,7 +135,7 @@ def _largest(layers: Sequence[Layer], what: str) -> dict[str, Any]:
 def _costs(
     footprint: Footprint, device: Device, link: Link, samples: int, nodes: int, local_epochs: int
 ) -> dict[str, Any]:
-    up, down = (sum(getattr(entry, way) for entry in footprint.entries) for way in ("upload", "download"))
+    up, down = (sum(getattr(entry, name) for entry in footprint.entries) for name in ("upload", "download"))
     epoch = device.seconds(samples * footprint.frozen_forward, samples * footprint.fp32_macs)
     transfers = link.time(up) + link.time(down)
     sync, ad_hoc = nodes * transfers, (nodes - 1) * transfers

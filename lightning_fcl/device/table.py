@@ -10,7 +10,7 @@ from lightning_fcl.errors import require
 from lightning_fcl.evaluation.markdown import markdown_table
 
 
-def render(report: Mapping[str, Any]) -> str:
+def report_text(report: Mapping[str, Any]) -> str:
     jinja2 = require("jinja2", "writes device reports")
     template = jinja2.Template(Path(__file__).with_name("report.md").read_text(encoding="utf-8"))
     text: str = template.render(report, table=markdown_table, whole=_sums, size=_size, seconds=_seconds, number=_number)

@@ -103,7 +103,7 @@ class Recorder:
     def _hook(self, name: str) -> Any:
         def after(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             inputs, outputs = list(_tensors([args, kwargs])), list(_tensors(output))
-            taken, given = (sum(value.numel() for value in values if value.dim()) for values in (inputs, outputs))
+            arriving, leaving = (sum(value.numel() for value in values if value.dim()) for values in (inputs, outputs))
             macs = (self.counter.get_total_flops() - self._before) // 2
             learns = any(value.requires_grad for value in outputs)
             if learns:
@@ -111,12 +111,12 @@ class Recorder:
             else:
                 self.frozen += macs
             self._fold(name, part, inputs)
-            if taken == given and not hasattr(part, "kernel_size"):
+            if arriving == leaving and not hasattr(part, "kernel_size"):
                 self.in_place.add(name)
             if not macs and any(p.dim() > 1 for p in part.parameters()):
                 self.uncounted.add(name)
             gradient = any(value.requires_grad for value in inputs)
-            self.layers.append(Layer(name, learns, taken, given, weights=0, gradient=gradient))
+            self.layers.append(Layer(name, learns, arriving, leaving, weights=0, gradient=gradient))
             self._makers += [(value, name, part) for value in outputs]
 
         return after

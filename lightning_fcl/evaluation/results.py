@@ -11,14 +11,15 @@ from typing import Any
 from lightning_fcl.evaluation.files import sha256, write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.record_file import NAME as RECORD
+from lightning_fcl.evaluation.sums import read_sums, write_sums
 
 FORMAT = 1
-"""The format of ``results.json`` and of the seal."""
+"""The format of ``results.json``."""
 
 CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
 """Where the recipe of a run lies in its folder, and the checkpoint of its last round."""
 
-_SEAL = "files.json"
+_SEAL = "files.txt"
 _WRITTEN = (LAST, RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
 _KEYS = ("recipe", "seed", "metrics", "record", "expected", "versions", "machine", "seconds", "command", "finished")
 
@@ -58,25 +59,17 @@ def read_results(folder: str | Path) -> dict[str, Any]:
 
 def seal(folder: Path, files: Iterable[Path]) -> Path:
     """Say that a run is finished, and what its files hold: the last that is written."""
-    digests = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
-    return write_whole(folder / _SEAL, json.dumps({"format": FORMAT, "sha256": digests}, indent=1) + "\n")
+    return write_sums(folder / _SEAL, {path.relative_to(folder).as_posix(): sha256(path) for path in files})
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a run is finished: its seal is there and understood, and each file as the seal says."""
     try:
-        content = json.loads((folder / _SEAL).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return False
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        return False
-    digests = content.get("sha256")
-    if not isinstance(digests, dict) or "results.json" not in digests:
-        return False
-    try:
-        return all(sha256(inside(folder, name)) == digest for name, digest in digests.items())
+        digests = read_sums(folder / _SEAL)
+        same = all(sha256(inside(folder, name)) == digest for name, digest in digests.items())
     except (OSError, ValueError):
         return False
+    return same and "results.json" in digests
 
 
 def run_of(config: Path) -> Path | None:

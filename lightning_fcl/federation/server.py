@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.errors import listed, of_clients, quoted
+from lightning_fcl.errors import check_clients, listed, quoted
 from lightning_fcl.federation.aggregation import (
     Aggregator,
     Reduction,
@@ -309,7 +309,7 @@ class FederatedServer:
     def check_clients(self, known: Sequence[str], named: Iterable[str] = ()) -> None:
         """Refuse weights, or other settings that name clients, which do not fit the stream's clients."""
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
-        of_clients("names", {*named, *(weights or ())}, known)
+        check_clients("names", {*named, *(weights or ())}, known)
         without = [client for client in known if weights is not None and not weights.get(client, 0) > 0]
         if without:
             raise ValueError(

@@ -30,7 +30,7 @@ def local_checkpoint(path: str | Path) -> Path:
     return download(url, cache_folder() / "checkpoints" / f"{digest}.ckpt", digest)
 
 
-def check_there(path: str | Path) -> Path:
+def checkpoint_file(path: str | Path) -> Path:
     """The file of a checkpoint, which is refused if there is none."""
     file = local_checkpoint(path)
     if not file.exists():
@@ -43,7 +43,7 @@ def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, 
 
     torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
     """
-    file = check_there(path)
+    file = checkpoint_file(path)
     try:
         check_archive(file)
         checkpoint = read(file)
@@ -85,8 +85,8 @@ def _moment(path: Path) -> tuple[int, ...]:
         content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     first = islice(pickletools.genops(content), 12)
     words = [word for code, word, _ in first if word is not None and "PUT" not in code.name]
-    told = dict(pairwise(words))
-    return tuple(int(told.get(name, -1)) for name in ("epoch", "global_step"))
+    state = dict(pairwise(words))
+    return tuple(int(state.get(name, -1)) for name in ("epoch", "global_step"))
 
 
 def _instead(file: Path) -> str:

@@ -59,11 +59,11 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, skip={*made})
     try:
-        told = parser.parse_object(deepcopy(dict(content)))
+        values = parser.parse_object(deepcopy(dict(content)))
     except jsonargparse.ArgumentError as error:
         raise ValueError(f"Expected {where} to be understood but got: {' '.join(str(error).split())[:500]}.") from error
     try:
-        return kind(**vars(told), **made)
+        return kind(**vars(values), **made)
     except ValueError as error:
         raise ValueError(f"{error} It is said in {where}.") from error
 

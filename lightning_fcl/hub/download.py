@@ -22,7 +22,8 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
     with writing(path, then="try again"):
         if path.is_file() and pooch.hashes.hash_matches(str(path), digest):
             return path
-        if _is_offline():
+        settings = (os.environ.get(name, "") for name in ("LIGHTNING_FCL_OFFLINE", "HF_HUB_OFFLINE"))
+        if any(setting.lower() not in ("", "0", "false", "no") for setting in settings):
             raise ConnectionError(
                 f"Expected {path} to be there, as nothing is downloaded in offline mode, but it is not. Unset "
                 f"LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or put {url} there."
@@ -42,8 +43,3 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
                 "publisher for it, or for the digest that it has now."
             ) from error
     return path
-
-
-def _is_offline() -> bool:
-    told = (os.environ.get(name, "") for name in ("LIGHTNING_FCL_OFFLINE", "HF_HUB_OFFLINE"))
-    return any(value.lower() not in ("", "0", "false", "no") for value in told)

@@ -40,10 +40,10 @@ def check_size(size: int, packed: int = 0) -> None:
     That is above the larger of 2 GB and 20 times the file, or above the environment variable
     ``LIGHTNING_FCL_MAX_BYTES`` where it is set.
     """
-    told = os.environ.get(_LIMIT)
-    if told and not told.isdecimal():
-        raise ValueError(f"{_LIMIT}={told}, which is no number of bytes")
-    limit = int(told) if told else max(_LEAST, _RATIO * packed)
+    setting = os.environ.get(_LIMIT)
+    if setting and not setting.isdecimal():
+        raise ValueError(f"{_LIMIT}={setting}, which is no number of bytes")
+    limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
     if size > limit:
         raise ValueError(f"{size} bytes once read, above the limit of {limit} (set {_LIMIT} to raise it)")
 

@@ -93,8 +93,8 @@ class Source:
         root = data_root(root)
         if not self.digest:
             return self.find(root)[1]
-        if self.folder and (there := self.layouts[0].find(root)):
-            return there
+        if self.folder and (unpacked := self.layouts[0].find(root)):
+            return unpacked
         then = f" and run {self.command} to unpack it" if self.folder else ""
         archive = download(self.url, root / self.archive, self.digest, then)
         return self._unpack(archive) if self.folder else archive

@@ -10,7 +10,7 @@ import torch
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import of_clients
+from lightning_fcl.errors import check_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
@@ -63,7 +63,7 @@ class Unlearning(Method):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         plan = need_stream(trainer).plan
-        of_clients("`requests`", self.requests, plan.clients)
+        check_clients("`requests`", self.requests, plan.clients)
         rounds = trainer.max_epochs or 0
         for client, round in self.requests.items():
             if not 0 <= round < rounds:

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_fcl.callbacks import BaseSession, Pretrain
 from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.hub.checkpoint import check_there
+from lightning_fcl.hub.checkpoint import checkpoint_file
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.fit import add_metrics, read_parts, refusals
 from lightning_fcl.running.outcome import refuse_no_round
@@ -22,7 +22,7 @@ from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
 
 
-def check(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
+def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
     """Set up what recipes stand for, train nothing, and tell what it is."""
     parts = read_parts(recipes, words)
     trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
@@ -32,7 +32,7 @@ def check(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
     add_metrics(callbacks, parts.config["recipe"]["measure_on"])
     callbacks.insert(0, _Enough(_processes(trainer.strategy)))
     if parts.config["ckpt_path"]:
-        check_there(parts.config["ckpt_path"])
+        checkpoint_file(parts.config["ckpt_path"])
     if parts.config["trainer"]["logger"] is not False and not parts.config["trainer"]["barebones"]:
         trainer.logger = DummyLogger()
     with refusals():

@@ -68,5 +68,5 @@ class StopAfterRound(Callback):
             raise Stopped(stop.signal, f"all {rounds} rounds were done. {report}")
         words = ["python", sys.argv[0], "fit", "--config", str(out / "config.yaml"), "--ckpt_path", str(checkpoint)]
         words = [program, "fit", str(out)] if program else words
-        way = f"Go on with: {shlex.join(words)}" if checkpoint else "No checkpoint was asked for to go on from."
-        raise Stopped(stop.signal, f"stopped after round {done} of {rounds}. {report}\n{way}")
+        advice = f"Go on with: {shlex.join(words)}" if checkpoint else "No checkpoint was asked for to go on from."
+        raise Stopped(stop.signal, f"stopped after round {done} of {rounds}. {report}\n{advice}")

@@ -30,10 +30,9 @@ from lightning_fcl.evaluation.results import LAST, run_of, write_results
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
-from lightning_fcl.running.class_paths import check_class_paths
 from lightning_fcl.running.ending import StopAfterRound
 from lightning_fcl.running.outcome import outcome
-from lightning_fcl.running.remedies import refused_by_lightning, remedy
+from lightning_fcl.running.remedies import check_class_paths, refused_by_lightning, remedy
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.save_config import SaveConfig
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
@@ -207,14 +206,12 @@ class FederatedCLI(LightningCLI):
                 self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds_of(tasks)
             self.trainer.fit(model, **arguments)
             if self.leaves_results:
-                self._write_results()
+                program = self.program or f"python {sys.argv[0]}"
+                command = f"{program} fit --config {self.out / 'config.yaml'}"
+                write_results(self.out, outcome(self.trainer, self.datamodule, self.config["fit"], command))
+                write_files(self.out)
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(self.program, self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
-
-    def _write_results(self) -> None:
-        command = f"{self.program or f'python {sys.argv[0]}'} fit --config {self.out / 'config.yaml'}"
-        write_results(self.out, outcome(self.trainer, self.datamodule, self.config["fit"], command))
-        write_files(self.out)
 
 
 class Parts(FederatedCLI):
@@ -319,7 +316,7 @@ def refusals() -> Iterator[None]:
         ) from error
 
 
-def resolve(arguments: Sequence[str]) -> dict[str, Any]:
+def resolve_recipe(arguments: Sequence[str]) -> dict[str, Any]:
     """The recipe that the words of a command line stand for: with every default, checked, nothing made of it yet."""
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         run([*arguments, "--print_config"])

@@ -25,9 +25,9 @@ def flat(recipe: NamedRecipe) -> str:
         body = yaml.load("\n".join(line for line in text.split("\n") if not line.startswith("#")))
         _merge(whole, body)
     for name, value in zip(recipe.words[::2], recipe.words[1::2], strict=True):
-        told = YAML(typ="safe").load(value)
-        plain = isinstance(told, dict | list) and value[0] not in "{["  # text with a colon in it
-        _set(whole, name.removeprefix("--").split("."), value if plain else told)
+        parsed = YAML(typ="safe").load(value)
+        plain = isinstance(parsed, dict | list) and value[0] not in "{["  # text with a colon in it
+        _set(whole, name.removeprefix("--").split("."), value if plain else parsed)
     whole.pop("out", None)  # a file's results go to a folder of its own name
     out = io.StringIO()
     yaml.dump(whole, out)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.hub.documents import read_yaml
-from lightning_fcl.running.rows import at_scale, config_words, paper_rows, recipes_folder, row_slug, row_words
+from lightning_fcl.running.rows import at_scale, config_words, paper_rows, recipes_folder
 
 _ENDINGS = (".yaml", ".yml")
 
@@ -44,13 +44,13 @@ def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, NamedRecip
         if paper not in ("", folder.name):
             continue
         for title, row in paper_rows(folder, None, scale).items():
-            name = f"{folder.name}/{row_slug(title, row)}"
+            name = f"{folder.name}/{row.slug}"
             with suppress(ValueError):  # the paper has no such scale
-                found[name] = NamedRecipe(name, title, at_scale(row.configs, scale), row_words(title, row))
+                found[name] = NamedRecipe(name, title, at_scale(row.configs, scale), row.fit_words)
     return found
 
 
-def read_recipe(path: Path) -> Any:
+def read_recipe_file(path: Path) -> Any:
     """What a recipe's file says, which is refused if it is none."""
     if not path.exists():
         raise FileNotFoundError(f"Expected a recipe at {path} but there is no such file.")
@@ -64,7 +64,7 @@ def find_recipe(name: str) -> NamedRecipe:
         name: Such as ``"flwf/flwf-2t-ft"``, at another scale ``"fedvit/fedvit@small"``, or the path of a YAML file.
     """
     if Path(name).suffix in _ENDINGS or Path(name).is_file():
-        read_recipe(Path(name))
+        read_recipe_file(Path(name))
         return NamedRecipe(name, Path(name).stem, (Path(name),))
     plain, _, scale = name.partition("@")
     known = named_recipes(scale or "paper", plain.partition("/")[0])

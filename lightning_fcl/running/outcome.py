@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
+import torch
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
@@ -15,7 +20,6 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.task_by_task import first_tasks
 from lightning_fcl.methods.method import Method
-from lightning_fcl.running.machine import machine
 
 
 def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], command: str) -> dict[str, Any]:
@@ -56,6 +60,14 @@ def refuse_no_round(trainer: L.Trainer) -> NoReturn:
         "ended it before its first. Raise it, or leave it out: the stream's rounds are trained then. "
         "`lightning-fcl validate` tries a recipe without training."
     )
+
+
+def machine() -> str:
+    """The machine in a line: processor, cores and threads, or the GPU."""
+    info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
+    processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()
+    return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"
 
 
 def _parts(trainer: L.Trainer, stream: FederatedStream) -> dict[str, str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pkgutil import resolve_name
 
 import lightning.pytorch as L
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import callbacks, loggers
 
 from lightning_fcl.data.partition import Partition
@@ -23,7 +24,8 @@ _ATTRIBUTE = re.compile(r"module [`']([\w.]+)[`'] has no attribute [`'](\w+)[`']
 _PATH = re.compile(r"Expected a dot import path string: (\S+)")
 _KIND = re.compile(r"Import path ([\w.]+) does not correspond to a subclass")
 _OPTION = re.compile(r"class_path '([\w.]+)': (?:Group '\w+' does not accept option|Option) '(\w+)'")
-_KEY = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)")
+_CALLED = re.compile(r"Option '(\w+)' is not accepted\. Got value: Namespace\(.*?class_path='([\w.]+)'\)")
+_KEY = re.compile(r"(?:(?:Group '([\w.]+)' )?does not accept option '|unrecognized arguments: --)([\w.+]+)")
 _SHORTHAND = re.compile(r"is not accepted.*Given value: (\[?\{'([\w.]+\.\w+)': \{.*)$")
 _UNLIKE = re.compile(r'.*Parser key "([\w.]+)": (?:Does not validate.*?Errors: - )?(.*?(?:Given|Got) value: \S+)')
 _NAME = re.compile(r"You selected an invalid \w+ name: `\w+='(\w+)'`")
@@ -60,14 +62,14 @@ def remedy(message: str) -> str:
         kind = resolve_name(found[1])
         if not isinstance(kind, type):
             return f"Expected a class but got {found[1]}, a {type(kind).__name__}. Name a class in `class_path`."
-        if told := other_lightning(kind):
-            return told
-    if found := _OPTION.search(text):
-        path, name = found.groups()
+        if reason := other_lightning(kind):
+            return reason
+    if (found := _OPTION.search(text)) or (found := _CALLED.search(text)):
+        path, name = found.groups() if found.re is _OPTION else found.groups()[::-1]
         known = list(inspect.signature(resolve_name(path)).parameters)
         return f"Expected arguments of {path} but got `{name}`.{_nearest(name, known)}"
     if found := _KEY.search(text):
-        return _no_key(found[1].removesuffix("+"))
+        return _no_key(".".join(filter(None, found.groups())).removesuffix("+"))
     if "arguments are required" in text and "model" in text:
         return "Expected a recipe with a `model` but got none. Name one, as in lightning-fcl fit quickstart."
     if text.startswith("Unexpected config:"):
@@ -106,3 +108,17 @@ def _no_key(key: str) -> str:
     known = {one: f"{section}.{before}{one}" for before, one in reversed(arguments)}
     near = did_you_mean(name.rpartition(".")[2], known).removeprefix(" Did you mean ").rstrip("?")
     return f"Expected arguments of `{section}` but got `{key}`.{f' Did you mean {known[near]}?' if near else ''}"
+
+
+def check_class_paths(content: object) -> None:
+    """Refuse a ``class_path`` that is neither a class nor a function which says what it makes."""
+    content = vars(content) if isinstance(content, Namespace) else content
+    if isinstance(content, Mapping):
+        path = content.get("class_path")
+        made = resolve_name(path) if isinstance(path, str) else type
+        if not isinstance(made, type) and "return" not in getattr(made, "__annotations__", {}):
+            raise ValueError(
+                f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}."
+            )
+    for part in content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else []:
+        check_class_paths(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,44 +36,66 @@ def place_of(recipes: Path, scale: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a paper's table.
+class RowEntry:
+    """What ``rows.yaml`` says of a row.
 
     Args:
-        configs: Its recipe: the files of which it is put together, later ones over earlier ones.
+        configs: Its files, behind the one that all rows begin with.
+        set: Further arguments by their dotted names.
+        scaled: More of these at some scales.
         expected: The paper's numbers, where they are not in the files.
-        words: What else its command line says.
+        scales: Those at which it is run; None: all.
     """
 
+    configs: Sequence[str]
+    set: Mapping[str, Any] = field(default_factory=dict)
+    scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    expected: Mapping[str, float] | None = None
+    scales: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a paper's table: the files of its recipe, the paper's numbers, and what else its command line says."""
+
+    title: str
     configs: tuple[Path, ...]
     expected: Mapping[str, float] | None = None
     words: tuple[str, ...] = ()
 
+    @property
+    def slug(self) -> str:
+        """Its name as that of a folder: of a row that is a file, the file's."""
+        return self.configs[-1].stem if self.expected is None else slug(self.title)
+
+    @property
+    def fit_words(self) -> tuple[str, ...]:
+        """What `fit` is told beside its files."""
+        if self.expected is None:
+            return self.words
+        return (*self.words, "--recipe.row", self.title, "--recipe.expected", json.dumps(self.expected))
+
 
 def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
-    """The recipe of every row of a paper's table at a scale, or of the ``rows`` asked for, from ``rows.yaml``.
-
-    There, ``base`` is the file that all rows begin with, and ``rows`` gives each row its own file; or ``configs``,
-    several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers. ``scales``
-    are those at which it is run; by default all; ``scaled`` has, for some scales, more to ``set``. For ``grids`` see
-    `expanded`.
-    """
+    """Every row of a paper's table at a scale, or the ``rows`` asked for, from ``rows.yaml``: see `expanded`."""
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    order = expanded(content)
-    for row in rows or ():
-        if row not in order:
-            raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{did_you_mean(row, order)}")
-        if scale not in order[row].get("scales", [scale]):
-            scales = ", ".join(order[row]["scales"])
-            raise ValueError(f"Expected `scale` to be one of {scales} for row {row} but got {scale}.")
+    entries = expanded(content)
+    at_scale = {title: entry for title, entry in entries.items() if scale in (entry.scales or [scale])}
+    for title in rows or ():
+        if title not in entries:
+            raise ValueError(
+                f"Expected `rows` among {', '.join(entries)} but got {title}.{did_you_mean(title, entries)}"
+            )
+        if title not in at_scale:
+            scales = ", ".join(entries[title].scales or ())
+            raise ValueError(f"Expected `scale` to be one of {scales} for row {title} but got {scale}.")
     result = {}
-    for row in rows or [row for row, entry in order.items() if scale in entry.get("scales", [scale])]:
-        entry = order[row]
-        names = [content["base"], *entry["configs"]]
-        given = {**entry.get("set", {}), **entry.get("scaled", {}).get(scale, {})}
-        values = {name: v if isinstance(v, str) else json.dumps(v) for name, v in given.items()}
-        words = [word for name, value in values.items() for word in (f"--{name}", value)]
-        result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
+    for title in rows or at_scale:
+        entry = entries[title]
+        values = {**entry.set, **entry.scaled.get(scale, {})}
+        words = [w for name, v in values.items() for w in (f"--{name}", v if isinstance(v, str) else json.dumps(v))]
+        configs = tuple(folder / name for name in (content["base"], *entry.configs))
+        result[title] = Row(title, configs, entry.expected, tuple(words))
     return result
 
 
@@ -88,22 +110,10 @@ def at_scale(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
     return (*configs, scaling)
 
 
-def scale_of(configs: Iterable[str | Path]) -> str:
+def scale_name(configs: Iterable[str | Path]) -> str:
     """The scale of a recipe, by its files."""
     names = [Path(config).stem for config in configs]
     return next((name.removeprefix("scale-") for name in names if name.startswith("scale-")), "paper")
-
-
-def row_words(name: str, row: Row) -> tuple[str, ...]:
-    """What a row's command line says beside its files."""
-    if row.expected is None:
-        return row.words
-    return (*row.words, "--recipe.row", name, "--recipe.expected", json.dumps(row.expected))
-
-
-def row_slug(name: str, row: Row) -> str:
-    """A row's name as that of a folder: of a row that is a file, the file's."""
-    return row.configs[-1].stem if row.expected is None else slug(name)
 
 
 def slug(name: str) -> str:
@@ -115,29 +125,31 @@ def config_words(recipes: Iterable[str | Path]) -> list[str]:
     return [word for recipe in recipes for word in ("--config", str(recipe))]
 
 
-def expanded(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """All rows of a ``rows.yaml``, those of its ``grids`` among them.
+def expanded(content: Mapping[str, Any]) -> dict[str, RowEntry]:
+    """All rows of a ``rows.yaml``: ``rows`` gives each its own file, or more of it; further ones are made by ``grids``.
 
     A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs`` and ``set``. The
     new rows are called by both names. ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
     """
-    rows: dict[str, dict[str, Any]] = {
-        row: dict(entry) if isinstance(entry, dict) else {"configs": [entry]} for row, entry in content["rows"].items()
+    rows = {
+        title: RowEntry(**entry) if isinstance(entry, dict) else RowEntry([entry])
+        for title, entry in content["rows"].items()
     }
     result = dict(rows)
     for grid in content.get("grids", []):
+        expected = grid.get("expected", {})
         made = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
-        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*grid.get("expected", {})} - {*made})
+        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*expected} - {*made})
         if unknown:
             raise ValueError(f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}.")
         for change, more in grid["with"].items():
-            for row in grid["rows"]:
-                name = f"{change} {row}"
-                result[name] = {
-                    "configs": [*rows[row]["configs"], *more.get("configs", [])],
-                    "set": {**rows[row].get("set", {}), **more.get("set", {})},
-                    **({"scaled": rows[row]["scaled"]} if "scaled" in rows[row] else {}),
-                    "expected": grid.get("expected", {}).get(name, {}),
-                    **({"scales": grid["scales"]} if "scales" in grid else {}),
-                }
+            for title in grid["rows"]:
+                row = rows[title]
+                result[f"{change} {title}"] = replace(
+                    row,
+                    configs=[*row.configs, *more.get("configs", [])],
+                    set={**row.set, **more.get("set", {})},
+                    expected=expected.get(f"{change} {title}", {}),
+                    scales=grid.get("scales"),
+                )
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,15 +18,15 @@ from torch import Tensor
 
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.files import TemporaryFolder
+from lightning_fcl.evaluation.sums import check_digest
 from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.hub.checkpoint import read_checkpoint
-from lightning_fcl.hub.sums import check_file
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.fit import Parts
 from lightning_fcl.running.trained import with_checkpoint
 from lightning_fcl.zoo.entry import CONTINUE, Entry, read_files, read_folder
-from lightning_fcl.zoo.recipe import parts_of
+from lightning_fcl.zoo.recipe import recipe_parts
 from lightning_fcl.zoo.registry import folder_of
 
 LEAST = 3
@@ -89,12 +90,12 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
             f"Expected a network that can go on learning but {entry.full_name} cannot: "
             f"{entry.recipe.get('ends', 'nothing to go on from was published')}."
         )
-    check_file(folder / CONTINUE, files[CONTINUE])
+    check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)
     kept = _federation(checkpoint)
     if clients is not None:
         kept["clients"] = _clients(clients, kept)
-    parts = parts_of(entry.recipe, entry.full_name)
+    parts = recipe_parts(entry.recipe, entry.full_name)
     trainer = parts.make_trainer()
     module = with_checkpoint(parts, checkpoint).model
     temporary = TemporaryFolder("continue")
@@ -114,7 +115,12 @@ def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> di
     reductions = [*reductions_of(parts.model, parts.strategy.rules).values()]
     reductions += [resolve(name, rule) for method in methods.values() for name, rule in method.reductions.items()]
     if any(isinstance(reduction, Sum) for reduction in reductions):
-        if _fewest(parts, int(checkpoint["epoch"]) + 1) < LEAST:
+        stream, owners = parts.datamodule, defaultdict(set)
+        for samples in stream.plan.train[: int(checkpoint["epoch"]) + 1]:
+            for client, rows in samples.items():
+                for label in set(stream.samples.labels[rows].tolist()):
+                    owners[label].add(client)
+        if min(map(len, owners.values()), default=0) < LEAST:
             return f"fewer than {LEAST} clients have samples of some class, so sums are published as their solution"
         if not first:
             return "sums were published by this name before, and a difference of two may be a single client's"
@@ -134,24 +140,12 @@ def read_continuation(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
-            content = _together(json.loads(file.metadata()[_PLAIN]), tensors)
+            content = _joined(json.loads(file.metadata()[_PLAIN]), tensors)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"Expected {path} to hold what a server goes on from but got: {error}. Get it again."
         ) from error
     return dict(content)
-
-
-def _fewest(parts: Parts, rounds: int) -> int:
-    """From how many clients the samples of a class come, of that which fewest have."""
-    stream: FederatedStream = parts.datamodule
-    owners: dict[int, set[str]] = {}
-    labels = stream.samples.labels
-    for samples in stream.plan.train[:rounds]:
-        for client, rows in samples.items():
-            for label in set(labels[rows].tolist()):
-                owners.setdefault(label, set()).add(client)
-    return min((len(clients) for clients in owners.values()), default=0)
 
 
 def _key(checkpoint: Mapping[str, Any]) -> str:
@@ -186,15 +180,15 @@ def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
     return [_apart(item, tensors) for item in value] if isinstance(value, list) else value
 
 
-def _together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The reverse of `_apart`."""
     if isinstance(value, list):
-        return [_together(item, tensors) for item in value]
+        return [_joined(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     (kind, content), *_ = value.items()
     if kind == _TENSOR:
         return tensors[content]
     if kind == "tuple":
-        return tuple(_together(item, tensors) for item in content)
-    return {_together(key, tensors): _together(item, tensors) for key, item in content}
+        return tuple(_joined(item, tensors) for item in content)
+    return {_joined(key, tensors): _joined(item, tensors) for key, item in content}

@@ -11,8 +11,8 @@ from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.models.described import Described, rebuild
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import ReservoirReadout
-from lightning_fcl.zoo.loading import build, load
-from lightning_fcl.zoo.pretrained import features_of
+from lightning_fcl.zoo.loading import load, make_network
+from lightning_fcl.zoo.pretrained import embed_samples
 from lightning_fcl.zoo.registry import find, list_models
 
 # How the networks call the number of their outputs.
@@ -27,7 +27,7 @@ class FeaturesOnly(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        return features_of(self.network, x)
+        return embed_samples(self.network, x)
 
 
 def create_model(
@@ -66,7 +66,7 @@ def create_model(
     elif pretrained:
         network = _with_head(load(name).network.train().requires_grad_(True), num_classes)
     else:
-        network = _with_head(build(find(name).entry), num_classes)
+        network = _with_head(make_network(find(name).entry), num_classes)
     return FeaturesOnly(network) if features_only else network
 
 

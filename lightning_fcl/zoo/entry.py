@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.evaluation.files import sha256
+from lightning_fcl.evaluation.sums import check_digest, read_sums, write_sums
 from lightning_fcl.hub.documents import parse, read_yaml
-from lightning_fcl.hub.sums import check_file, read_sums, write_sums
 
 SUMS = "files.txt"
 """The list of an entry's files, with the SHA-256 of each."""
@@ -119,7 +119,7 @@ def read_folder(folder: Path) -> Entry:
     """The entry of a folder, all of whose files are there and as they were published."""
     for name, digest in read_files(folder).items():
         if name != CONTINUE or (folder / name).exists():  # it is large, and only wanted to go on learning
-            check_file(folder / name, digest)
+            check_digest(folder / name, digest)
     return read_entry(folder / CONFIG)
 
 
@@ -137,6 +137,6 @@ def read_files(folder: Path) -> dict[str, str]:
     return digests
 
 
-def write_files(folder: Path) -> None:
+def write_list(folder: Path) -> None:
     """Write the list of the files that an entry's folder has."""
     write_sums(folder / SUMS, {name: sha256(folder / name) for name in FILES if (folder / name).is_file()})

@@ -26,14 +26,14 @@ class Head(NamedTuple):
 
 def from_hub(name: str, to_continue: bool) -> Path:
     """The folder of the files of a repository at a commit, such as ``"hf:organisation/repository@..."``."""
-    told = _REPOSITORY.fullmatch(name)
-    if told is None or told["commit"] is None:
+    parts = _REPOSITORY.fullmatch(name)
+    if parts is None or parts["commit"] is None:
         raise ValueError(
             f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {name!r}: what a branch holds "
             "changes."
         )
     with _speaking(f"get {name}", "Check the name, or try again.") as hub:
-        bring = partial(hub.hf_hub_download, told["repository"], revision=told["commit"])
+        bring = partial(hub.hf_hub_download, parts["repository"], revision=parts["commit"])
         folder = Path(bring(SUMS)).parent
         for file in read_files(folder):
             if to_continue or file != CONTINUE:
@@ -41,12 +41,12 @@ def from_hub(name: str, to_continue: bool) -> Path:
     return folder
 
 
-def head_of(name: str) -> Head:
+def read_head(name: str) -> Head:
     """What a repository such as ``"hf:organisation/repository"`` holds now; it is made if it is not there."""
-    told = _REPOSITORY.fullmatch(name)
-    if told is None or told["commit"] is not None:
+    parts = _REPOSITORY.fullmatch(name)
+    if parts is None or parts["commit"] is not None:
         raise ValueError(f"Expected hf:organisation/repository to publish to but got {name!r}.")
-    repository = told["repository"]
+    repository = parts["repository"]
     with _speaking(f"make or read {name}", _LOG_IN) as hub:
         api = hub.HfApi()
         api.create_repo(repository, exist_ok=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.models.described import rebuild
 from lightning_fcl.zoo.entry import CHECK, WEIGHTS, Entry, read_folder
-from lightning_fcl.zoo.pretrained import Pretrained, features_of
+from lightning_fcl.zoo.pretrained import Pretrained, embed_samples
 from lightning_fcl.zoo.registry import folder_of
 
 TOLERANCE = 1e-3
@@ -45,7 +45,7 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
 
 def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
     entry = read_folder(folder)
-    network = build(entry, model)
+    network = make_network(entry, model)
     fill(network, read_tensors(folder / WEIGHTS), entry)
     pretrained = Pretrained(network, entry)
     if check and (folder / CHECK).is_file():
@@ -58,7 +58,7 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
     return pretrained
 
 
-def build(entry: Entry, model: nn.Module | None = None) -> nn.Module:
+def make_network(entry: Entry, model: nn.Module | None = None) -> nn.Module:
     """The network of an entry, before its weights."""
     if model is not None:
         return model
@@ -89,7 +89,7 @@ def compare(model: Pretrained, published: Mapping[str, Tensor]) -> float:
 
 def features_or_outputs(model: Pretrained, x: Tensor) -> Tensor:
     """What an entry's check holds: outputs, or features where it names no classes."""
-    return model(x) if model.classes else features_of(model.network, x)
+    return model(x) if model.classes else embed_samples(model.network, x)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -116,7 +116,7 @@ class Pretrained(nn.Module):
         Raises:
             ValueError: As `prepare` does, or if the network tells no features.
         """
-        return features_of(self.network, self.prepare(x, rate, units))
+        return embed_samples(self.network, self.prepare(x, rate, units))
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Of each class, shape (n, classes), float64, by the network's outputs."""
@@ -133,7 +133,7 @@ class Pretrained(nn.Module):
         return self.entry.full_name
 
 
-def features_of(network: nn.Module, x: Tensor) -> Tensor:
+def embed_samples(network: nn.Module, x: Tensor) -> Tensor:
     """Features of prepared samples, shape (n, features)."""
     embed = getattr(network, "embed", None)
     if embed is None:

@@ -23,7 +23,7 @@ from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.described import describe
 from lightning_fcl.running.fit import Parts, read_parts
-from lightning_fcl.running.rows import paper_folder, place_of, scale_of
+from lightning_fcl.running.rows import paper_folder, place_of, scale_name
 from lightning_fcl.running.trained import trained_checkpoint, with_checkpoint
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.card import ENERGY, card
@@ -38,10 +38,10 @@ from lightning_fcl.zoo.entry import (
     Outputs,
     check_name,
     read_folder,
-    write_files,
+    write_list,
 )
-from lightning_fcl.zoo.hub import head_of, upload
-from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
+from lightning_fcl.zoo.hub import read_head, upload
+from lightning_fcl.zoo.loading import features_or_outputs, fill, load_folder, make_network
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
 from lightning_fcl.zoo.registry import LOCK, newest_version, register
@@ -105,7 +105,7 @@ def publish(
     check_name(name)
     if "://" in str(to):
         raise ValueError(f"Expected `to` to be a folder but got {to}. Publish to a folder, then bring that there.")
-    head = head_of(str(to)) if str(to).startswith("hf:") else None
+    head = read_head(str(to)) if str(to).startswith("hf:") else None
     if head is not None and head.entry is not None and head.entry.name != name:
         raise ValueError(
             f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}. Publish to a repository of "
@@ -147,7 +147,7 @@ def publish(
     model = Pretrained(network, entry)
     models = {halved: model for halved in ([False, True] if half is None and classes else [bool(half)])}
     if True in models:  # as it is loaded from a file that holds it in half precision
-        models[True] = Pretrained(build(entry), entry)
+        models[True] = Pretrained(make_network(entry), entry)
         fill(models[True].network, _tensors(network, half=True), entry)
     accuracy = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
     half = len(accuracy) == 2 and abs(accuracy[True] - accuracy[False]) <= LOST if half is None else half
@@ -207,7 +207,7 @@ def _write(network: nn.Module, entry: Entry, later: dict[str, Any] | str, to: Pa
         write_whole(partial / CONTINUE, continuation_bytes(later))
     write_whole(partial / CARD, card(entry, spread_of(entry), network.state_dict()))
     write_whole(partial / CONFIG, entry.text())
-    write_files(partial)
+    write_list(partial)
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -229,5 +229,5 @@ def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
-    file = place_of(paper_folder(paper), scale_of(configs)) / "table.json"
+    file = place_of(paper_folder(paper), scale_name(configs)) / "table.json"
     return read_table(file).rows.get(str(row), {}) if file.is_file() else {}

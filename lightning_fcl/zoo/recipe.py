@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.hub.documents import read_yaml
-from lightning_fcl.running.fit import Parts, read_parts, resolve
+from lightning_fcl.running.fit import Parts, read_parts, resolve_recipe
 from lightning_fcl.running.rows import at_scale, config_words, paper_folder, paper_rows, recipes_folder
 
 _NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
@@ -27,7 +27,7 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
     for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
-        same = resolve(["fit", *config_words(configs), *words, "--seed_everything", str(results["seed"])])
+        same = resolve_recipe(["fit", *config_words(configs), *words, "--seed_everything", str(results["seed"])])
         if _on_any_processes(_plain(same)) == plain:
             return _told(configs, words)
     return {}
@@ -47,7 +47,7 @@ def _candidates(told: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Seque
         return
 
 
-def parts_of(recipe: Mapping[str, Any], name: str) -> Parts:
+def recipe_parts(recipe: Mapping[str, Any], name: str) -> Parts:
     """What the recipe of a published network stands for, if it is one of the package as it is now."""
     for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.

@@ -15,8 +15,8 @@ from pathlib import Path
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.files import cache_folder, locked, replacing, sha256, writing
 from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.sums import check_digest, read_sums, write_sums
 from lightning_fcl.hub.download import download
-from lightning_fcl.hub.sums import check_file, read_sums, write_sums
 from lightning_fcl.zoo.entry import CONFIG, CONTINUE, FILES, SUMS, Entry, read_entry, read_files, read_folder
 from lightning_fcl.zoo.hub import from_hub
 
@@ -64,11 +64,11 @@ class Published:
         own, cached = inside(self.beside, self.folder), inside(cache_folder() / "zoo", self.digest)
         for place in [own] if self.url else [own, cached]:
             if (place / SUMS).is_file():
-                check_file(place / SUMS, self.digest)
+                check_digest(place / SUMS, self.digest)
                 files = {name: digest for name, digest in read_files(place).items() if name in wanted}
                 if all((place / name).is_file() for name in files):
                     for name, digest in files.items():
-                        check_file(place / name, digest)
+                        check_digest(place / name, digest)
                     return place
         if not self.url:
             raise FileNotFoundError(
@@ -173,6 +173,7 @@ def read_registry(file: Path, url: str = "") -> list[Published]:
     for folder in digests:
         if not _FOLDER.fullmatch(folder):
             raise ValueError(f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}. Get it again.")
+        inside(file.parent, folder)
     return [Published(folder, digest, file.parent, url) for folder, digest in digests.items()]
 
 

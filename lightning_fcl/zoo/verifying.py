@@ -12,7 +12,7 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.zoo.entry import CHECK
 from lightning_fcl.zoo.loading import TOLERANCE, compare, load_folder, read_tensors
 from lightning_fcl.zoo.pretrained import Pretrained
-from lightning_fcl.zoo.recipe import UnknownRecipeError, parts_of
+from lightning_fcl.zoo.recipe import UnknownRecipeError, recipe_parts
 from lightning_fcl.zoo.registry import folder_of
 
 SHARE = 1e-3
@@ -28,16 +28,16 @@ class Verdict:
     Args:
         name: The entry's.
         right: Whether it is what its card says.
-        told: The accuracy on the test samples by the card, or None where none was measured.
-        found: The accuracy that was measured now, or None: ``why`` tells.
+        card: The accuracy on the test samples by the card, or None where none was measured.
+        measured: That which was measured now, or None: ``why`` tells.
         difference: From the published outputs of the published input, by the largest of these.
         why: Why the accuracy was not measured; empty if it was.
     """
 
     name: str
     right: bool
-    told: float | None
-    found: float | None
+    card: float | None
+    measured: float | None
     difference: float
     why: str = ""
 
@@ -51,25 +51,25 @@ def verify(name: str | Path) -> Verdict:
 
     Example:
         >>> verdict = verify("mlp.digits.flwf2t_replay")
-        >>> verdict.right, verdict.told == verdict.found
+        >>> verdict.right, verdict.card == verdict.measured
         (True, True)
     """
     folder = folder_of(name)
     model = load_folder(folder, check=False)
     entry = model.entry
     difference = compare(model, read_tensors(folder / CHECK)) if (folder / CHECK).is_file() else 0.0
-    told, found, why = entry.metrics.get("test_accuracy"), None, ""
-    if told is None:
+    card, measured, why = entry.metrics.get("test_accuracy"), None, ""
+    if card is None:
         why = "it names no classes"
     else:
         try:
-            stream = parts_of(entry.recipe, entry.full_name).datamodule
+            stream = recipe_parts(entry.recipe, entry.full_name).datamodule
             stream.setup("test")
-            found = test_accuracy(model, stream)
+            measured = test_accuracy(model, stream)
         except (FileNotFoundError, UnknownRecipeError) as error:
             why = str(error)
-    right = difference <= TOLERANCE and (found is None or abs(found - (told or 0)) <= SHARE)
-    return Verdict(entry.full_name, right, told, found, difference, why)
+    right = difference <= TOLERANCE and (measured is None or abs(measured - (card or 0)) <= SHARE)
+    return Verdict(entry.full_name, right, card, measured, difference, why)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import yaml
 from lightning_fcl import __version__
 from lightning_fcl.cli.ls import KINDS
 from lightning_fcl.cli.main import main
-from lightning_fcl.running.fit import resolve
+from lightning_fcl.running.fit import resolve_recipe
 from lightning_fcl.running.flat import flat
 from lightning_fcl.running.named import find_recipe, named_recipes
 from lightning_fcl.running.rows import config_words
@@ -113,8 +113,8 @@ def check_flat(name, folder):
     """The file stands for what the recipe does, but for its folder."""
     text = flat(RECIPES[name])
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-    wanted = resolve(["fit", *config_words(RECIPES[name].configs), *RECIPES[name].words])
-    assert resolve(["fit", "--config", str(folder / "recipe.yaml")]) | {"out": wanted["out"]} == wanted
+    wanted = resolve_recipe(["fit", *config_words(RECIPES[name].configs), *RECIPES[name].words])
+    assert resolve_recipe(["fit", "--config", str(folder / "recipe.yaml")]) | {"out": wanted["out"]} == wanted
     lines = [line for path in RECIPES[name].configs for line in path.read_text().splitlines() if line.startswith("#")]
     assert all(line in text for line in lines) and "+:" not in text
 
@@ -137,7 +137,7 @@ def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
     main(["cp", "quickstart", "mine.yaml"])
     assert "lightning-fcl fit mine.yaml" in capsys.readouterr().out
     copied, recipe = (
-        resolve(["fit", "--config", str(path)]) for path in ("mine.yaml", RECIPES["quickstart"].configs[0])
+        resolve_recipe(["fit", "--config", str(path)]) for path in ("mine.yaml", RECIPES["quickstart"].configs[0])
     )
     assert copied == recipe | {"out": None}  # `fit mine.yaml` says runs/mine
     assert "Expected a new file but mine.yaml is there" in error_of(["cp", "flwf/flwf", "mine.yaml"])

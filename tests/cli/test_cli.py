@@ -11,12 +11,12 @@ import yaml
 from lightning_fcl import __version__
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import COMMANDS, main
-from lightning_fcl.cli.search import Search, check
+from lightning_fcl.cli.search import Search, try_settings
 from lightning_fcl.data.datasets import Arrays, load
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.running.fit import run
-from lightning_fcl.running.rows import expanded, paper_rows, recipes_folder
+from lightning_fcl.running.rows import RowEntry, expanded, paper_rows, recipes_folder
 
 RECIPES = recipes_folder()
 
@@ -260,7 +260,7 @@ def test_every_search_file_is_understood(search):
     content = yaml.safe_load(search.read_text())
     row = "GEM own head no margin" if "scale" in content else None  # a row's recipe comes before its configs
     for case in content.get("cases", [None]):
-        check(Search.read(search, case=case, row=row))
+        try_settings(Search.read(search, case=case, row=row))
 
 
 @pytest.mark.seconds
@@ -463,9 +463,9 @@ def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
 def test_grids_make_rows():
     grid = {"rows": ["A"], "with": {"more": {"configs": ["b.yaml"], "set": {"y": 2}}}, "scales": ["paper"]}
     content = {"rows": {"A": {"configs": ["a.yaml"], "set": {"x": 1}}}, "grids": [grid]}
-    assert expanded(content)["more A"] == {
-        "configs": ["a.yaml", "b.yaml"], "set": {"x": 1, "y": 2}, "expected": {}, "scales": ["paper"]
-    }  # fmt: skip
+    assert expanded(content)["more A"] == RowEntry(
+        ["a.yaml", "b.yaml"], set={"x": 1, "y": 2}, expected={}, scales=["paper"]
+    )
     with pytest.raises(ValueError, match="Expected the rows of a grid among A, more B but got B"):
         expanded({**content, "grids": [{**grid, "rows": ["B"]}]})
     with pytest.raises(ValueError, match="Expected the rows of a grid among A, more A but got less A"):

@@ -59,7 +59,7 @@ def changed(path, change):
 @pytest.mark.seconds
 def test_a_copy_goes_on_in_its_own_folder_wherever_it_is_told_to(words, begun, tmp_path, monkeypatch):
     before = contents(begun)
-    assert before.keys() == {"checkpoints/last.ckpt", "config.yaml", "files.json", "metrics.csv", "record.jsonl",
+    assert before.keys() == {"checkpoints/last.ckpt", "config.yaml", "files.txt", "metrics.csv", "record.jsonl",
                              "report.html", "results.json"}  # fmt: skip
     copy = tmp_path / "elsewhere" / "copy"
     shutil.copytree(begun, copy)

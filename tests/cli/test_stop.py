@@ -159,7 +159,7 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
     assert not results["finished"] and [entry["round"] for entry in results["record"]["rounds"]] == [0, 1]
     page = (out / "report.html").read_text()
     assert "2 rounds, 3 clients" in page and "The run was stopped before its end" in page
-    assert not (out / "files.json").exists() and not temporary(tmp_path)
+    assert not (out / "files.txt").exists() and not temporary(tmp_path)
     words = shlex.split(re.search("Go on with: lightning-fcl (.*)", said)[1])
     process = start(words)
     _, said = process.communicate(timeout=240)
@@ -269,8 +269,8 @@ def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, repo
     job = Job("a run", recipe(logger=False), 0, tmp_path / "out")
     run_jobs([job], 1)
     whole = {path.name: path.read_bytes() for path in job.out.iterdir() if path.is_file()}
-    assert finished(job) and {"metrics.csv", "report.html", "files.json"} <= set(whole)
-    for name in ("metrics.csv", "report.html", "files.json", "results.json"):
+    assert finished(job) and {"metrics.csv", "report.html", "files.txt"} <= set(whole)
+    for name in ("metrics.csv", "report.html", "files.txt", "results.json"):
         damaged = bytearray(whole[name])
         damaged[len(damaged) // 2] ^= 1
         for content in (damaged, whole[name][: len(damaged) // 2], None) if name != "results.json" else [damaged]:

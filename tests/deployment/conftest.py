@@ -26,7 +26,7 @@ from lightning_fcl.deployment.remote_round import Terms
 from lightning_fcl.deployment.serve import serve
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
-from lightning_fcl.running.fit import resolve, run
+from lightning_fcl.running.fit import resolve_recipe, run
 
 if find_spec("flwr") is None:  # the extra `flower` is not installed
     collect_ignore_glob = ["test_*"]
@@ -106,7 +106,7 @@ class Rehearsal:
         written = folder / "given.yaml"
         written.write_text(yaml.safe_dump(over(BASE, dict(more))))
         self.path = folder / "recipe.yaml"
-        self.path.write_text(yaml.safe_dump(resolve(["fit", "--config", str(written)])))
+        self.path.write_text(yaml.safe_dump(resolve_recipe(["fit", "--config", str(written)])))
         self.recipe = read_recipe(self.path)
 
     def simulate(self, *words):
@@ -146,7 +146,7 @@ class Rehearsal:
 
     def ended(self):
         """Whether the server is done: this file is written last."""
-        return (self.folder / "deployed" / "files.json").exists()
+        return (self.folder / "deployed" / "files.txt").exists()
 
     def begun(self, client):
         """The last round that a client has begun; -1 before its first."""

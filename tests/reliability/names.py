@@ -64,7 +64,7 @@ DOORS: dict[str, tuple[str, Callable[[str, str], str], list[str]]] = {
     "the folder": (
         "registry.txt",
         lambda text, name: text.replace(NAME, name),
-        [*WRITTEN, "mlp.other", f"{NAME}@2", f"{NAME}@1/../..", f"{NAME}/.."],
+        [*WRITTEN, f"{NAME}@2", f"{NAME}@1/../..", f"{NAME}/.."],
     ),
     "the name": (
         "config.json",

@@ -11,7 +11,7 @@ from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation.files import sha256
 from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.zoo import recipe as recipes
-from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, write_files
+from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, write_list
 from lightning_fcl.zoo.registry import REGISTRY, collect, find, package_folder, register
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -79,7 +79,7 @@ def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, 
     zoo.load(NAME)
     whole = all_below(tmp_path / "cache")
     (registry.parent / NAME / WEIGHTS).write_bytes(b"another")
-    write_files(registry.parent / NAME)
+    write_list(registry.parent / NAME)
     register(registry.parent / NAME)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
     with pytest.raises(ValueError, match="to hold tensors but got"):
@@ -93,7 +93,7 @@ def test_links_to_elsewhere(registry, tmp_path, serve, monkeypatch):
         (own / file.name).rename(registry.parent / f"blob-{file.name}")
         file.symlink_to(f"../blob-{file.name}")
     assert zoo.load(NAME)
-    url, _ = serve(registry.parent)
+    (url, _), digest = serve(registry.parent), find(NAME).digest
     own.rename(elsewhere)
     own.symlink_to(elsewhere)
     before = all_below(elsewhere)
@@ -102,7 +102,7 @@ def test_links_to_elsewhere(registry, tmp_path, serve, monkeypatch):
     with pytest.raises(ValueError, match="Expected a plain name of something inside"):
         collect(package_folder() / NAME, registry.parent)
     cache.mkdir(parents=True)
-    (cache / find(NAME).digest).symlink_to(elsewhere)
+    (cache / digest).symlink_to(elsewhere)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
     with pytest.raises(ValueError, match="Expected a plain name of something inside"):
         zoo.load(NAME)
@@ -149,4 +149,4 @@ def test_of_an_entrys_recipe_nothing_is_run_that_is_not_the_packages(told):
         else {}
     )
     with pytest.raises(recipes.UnknownRecipeError, match="to be of a recipe of this package but its own is another"):
-        recipes.parts_of({**own, **agrees, **told}, NAME)
+        recipes.recipe_parts({**own, **agrees, **told}, NAME)

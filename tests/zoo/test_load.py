@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from lightning_fcl import zoo
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, SUMS, WEIGHTS, read_folder, write_files
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, SUMS, WEIGHTS, read_folder, write_list
 from lightning_fcl.zoo.registry import REGISTRY, register
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -22,7 +22,7 @@ def relisted(folder, **changes):
     """A folder whose configuration is another's, and agrees with its files: what an attacker would make."""
     config = folder / CONFIG
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    write_files(folder)
+    write_list(folder)
     return folder
 
 

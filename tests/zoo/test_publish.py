@@ -138,7 +138,7 @@ def test_a_row_that_was_reproduced_is_known_as_the_packages(data_folder, tmp_pat
 def test_a_run_of_ones_own_recipe_is_compared_by_its_pair(plain, target):
     publish(plain, "mlp.mine", target, licence=LICENCE)
     verdict = zoo.verify("mlp.mine")
-    assert verdict.right and verdict.found is None and "of a recipe of this package" in verdict.why
+    assert verdict.right and verdict.measured is None and "of a recipe of this package" in verdict.why
 
 
 @pytest.mark.parametrize("name", ["../mine", "Mine", "mine/two", ""])
@@ -187,12 +187,12 @@ def test_a_card_is_renewed_by_its_table_and_nothing_else(small_zoo, monkeypatch)
 def test_a_wrong_number_on_a_card_is_told(target, small_zoo, monkeypatch):
     monkeypatch.setattr("lightning_fcl.zoo.verifying.test_accuracy", lambda model, stream: 0.5)
     verdict = zoo.verify("mlp.digits.flwf2t_replay")
-    assert not verdict.right and verdict.found == 0.5
+    assert not verdict.right and verdict.measured == 0.5
 
 
 def test_a_packages_network_is_as_its_card_says():
     verdict = zoo.verify("mlp.digits.flwf2t_replay")
-    assert verdict.right and abs(verdict.found - verdict.told) <= 1e-3
+    assert verdict.right and abs(verdict.measured - verdict.card) <= 1e-3
 
 
 @pytest.mark.seconds

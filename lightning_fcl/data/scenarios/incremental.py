@@ -22,7 +22,7 @@ from lightning_fcl.data.scenarios.scenario import (
     numbered,
     with_history,
 )
-from lightning_fcl.errors import argument, at_least, between, check_fields, of_clients, one_of, require
+from lightning_fcl.errors import argument, at_least, between, check_clients, check_fields, one_of, require
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -256,7 +256,7 @@ def _order_of(
 ) -> list[int] | None:
     """A client's order, by number; None: not given."""
     if isinstance(order, Mapping):
-        of_clients(f"`{argument}`", order, clients)
+        check_clients(f"`{argument}`", order, clients)
         if client not in order:
             raise ValueError(f"Expected `{argument}` to have an order for client {client} but got none. Add it.")
         order = order[client]

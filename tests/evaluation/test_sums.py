@@ -5,7 +5,7 @@ import hashlib
 import pooch
 import pytest
 
-from lightning_fcl.hub.sums import check_file, read_sums, write_sums
+from lightning_fcl.evaluation.sums import check_digest, read_sums, write_sums
 
 DIGEST = hashlib.sha256(b"whole").hexdigest()
 
@@ -33,9 +33,9 @@ def test_what_is_no_list_is_refused(tmp_path, content):
 def test_a_file_that_is_missing_or_another_is_refused(tmp_path):
     path = tmp_path / "x"
     with pytest.raises(FileNotFoundError, match=rf"Expected {path} but found no such file\. Get it again"):
-        check_file(path, DIGEST)
+        check_digest(path, DIGEST)
     path.write_bytes(b"whole")
-    check_file(path, DIGEST)
+    check_digest(path, DIGEST)
     path.write_bytes(b"whole?")
     with pytest.raises(ValueError, match=rf"Expected {path} to be as it was published but its checksum is another"):
-        check_file(path, DIGEST)
+        check_digest(path, DIGEST)

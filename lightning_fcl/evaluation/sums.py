@@ -24,7 +24,7 @@ def write_sums(path: Path, digests: Mapping[str, str]) -> Path:
     return write_whole(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
 
 
-def check_file(path: Path, digest: str) -> None:
+def check_digest(path: Path, digest: str) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"Expected {path} but found no such file. Get it again.")
     if sha256(path) != digest:
