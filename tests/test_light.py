@@ -98,7 +98,13 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
     known = {"torch", "lightning", "numpy", "safetensors", "torchmetrics", "lightning_utilities", "tqdm", "yaml"}
     known |= {"lightning_fcl", *sys.stdlib_module_names}
     amiss = []
-    drawing = ("chart_parts.py", "run_charts.py", "comparison_charts.py")  # Altair is required before they are imported
+    drawing = (
+        "charts.py",
+        "run_charts.py",
+        "comparison_charts.py",
+        "figures.py",
+        "pages.py",
+    )  # each is required before
     for path in folder.rglob("*.py"):
         if path.parent.name in ("cli", "running") or path.name in drawing:
             continue

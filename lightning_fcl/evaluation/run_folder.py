@@ -10,6 +10,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+from lightning_fcl.errors import require
 from lightning_fcl.evaluation.clock import simulated_times
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.metrics import curves, models_tested
@@ -39,6 +40,8 @@ def write_files(folder: str | Path) -> Path:
 
 def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
     """Write ``report.html`` of a run."""
+    for package in ("altair", "jinja2", "vl_convert"):
+        require(package, "draws reports")
     from lightning_fcl.evaluation.run_page import run_page  # with Altair, a second of imports
 
     path = folder / CONFIG
