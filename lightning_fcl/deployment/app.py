@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from lightning_fcl import __version__
+from lightning_fcl.deployment.nodes import Terms, check_deployable
 from lightning_fcl.deployment.parcel import BYTES
 from lightning_fcl.deployment.recipe import build, fingerprint
-from lightning_fcl.deployment.remote_round import Terms, check_deployable
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.declaration import Declaration
 

@@ -189,7 +189,7 @@ def server_app(folder: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        from lightning_fcl.deployment.remote_round import Terms
+        from lightning_fcl.deployment.nodes import Terms
         from lightning_fcl.deployment.resident import end_with_parent
         from lightning_fcl.deployment.serve import serve
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from lightning_fcl.federation.aggregation import State
 
 BYTES = 256 * 2**20
 """Bytes that the arrays of a parcel may have where nothing else was agreed."""
+
+MODEL, SERVER = "model/", "server/"
+"""What names of tensors begin with: of the model, and of what a server keeps for methods."""
 
 
 class RefusedError(ValueError):
@@ -50,6 +54,15 @@ def _array(value: Tensor) -> NDArray[Any]:
         value = value.view(torch.int16)
     array: NDArray[Any] = value.numpy()
     return array
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """A short name of a state: another one has another name."""
+    found = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        found.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
 
 
 def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:

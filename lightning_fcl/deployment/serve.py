@@ -15,9 +15,9 @@ import numpy as np
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, Plan, Pool
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.deployment.link import Link
+from lightning_fcl.deployment.nodes import Nodes, Terms, deploy
 from lightning_fcl.deployment.own_data import OwnData, read_data
 from lightning_fcl.deployment.recipe import fingerprint, read_recipe
-from lightning_fcl.deployment.remote_round import Nodes, Terms, deploy
 from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.running.fit import FederatedCLI, run
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.faults import check_still_finite
 from lightning_fcl.federation.ranks import Ranks
@@ -30,6 +31,7 @@ from lightning_fcl.federation.robust import Krum, Median, TrimmedMean
 __all__ = [
     "BUILT_IN",
     "Aggregator",
+    "ClientWeights",
     "Reduction",
     "Rules",
     "State",
@@ -40,10 +42,14 @@ __all__ = [
     "load_entries",
     "reductions_of",
     "resolve",
+    "weigh",
 ]
 
 Rules = Mapping[str, str | Reduction]
 """Reductions, by name or as they are, of the entries that match a shell-style pattern: ``{"head.*": "none"}``."""
+
+ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
+"""A client's weight in means: its samples, all it trained on, one, or a number for each client."""
 
 
 def entries(module: nn.Module) -> State:
@@ -144,6 +150,16 @@ def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) ->
 
 def hparams_of(rules: Rules) -> dict[str, Any]:
     return {pattern: given if isinstance(given, str) else given.hparams() for pattern, given in rules.items()}
+
+
+def weigh(client_weights: ClientWeights, parts: ClientRounds) -> list[float]:
+    """The clients' weights in means."""
+    if isinstance(client_weights, dict):
+        return [client_weights[client] for client in parts.clients]
+    if client_weights == "uniform":
+        return [1.0] * len(parts)
+    weights: list[float] = (parts.samples if client_weights == "samples" else parts.trained).astype(float).tolist()
+    return weights
 
 
 class Aggregator:

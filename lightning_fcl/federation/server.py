@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import check_clients, listed, quoted
 from lightning_fcl.federation.aggregation import (
     Aggregator,
+    ClientWeights,
     Reduction,
     Rules,
     State,
@@ -21,6 +22,7 @@ from lightning_fcl.federation.aggregation import (
     frozen_parameters,
     reductions_of,
     resolve,
+    weigh,
 )
 from lightning_fcl.federation.client_store import UNSENT, ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression, transmit
@@ -34,19 +36,8 @@ log = logging.getLogger(__name__)
 
 _RESIDUAL = "residual"  # the section of what compression has left over
 
-ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
 Extra = Mapping[str, tuple[Tensor, Reduction | str]]
 """Entries of the server's state beside the module's, such as ``"FedProto.prototypes"``: first value and reduction."""
-
-
-def weigh(client_weights: ClientWeights, parts: ClientRounds) -> list[float]:
-    """The clients' weights in means."""
-    if isinstance(client_weights, dict):
-        return [client_weights[client] for client in parts.clients]
-    if client_weights == "uniform":
-        return [1.0] * len(parts)
-    weights: list[float] = (parts.samples if client_weights == "samples" else parts.trained).astype(float).tolist()
-    return weights
 
 
 class FederatedServer:
@@ -207,20 +198,16 @@ class FederatedServer:
         missing = [name for name, reduction in self.reductions.items() if reduction.up and name not in states]
         if missing:
             raise ValueError(f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.")
-        faults, odd = find_faults(states, self._start, self.reductions)
-        taken = [row not in faults for row in range(len(parts))]
-        for row, at_fault in faults.items():
-            self._drop(parts[row], at_fault)
+        taken, odd = self.check(parts, states)
         rows = [row for row, fine in enumerate(taken) if fine]
         if rows:
             sent = {name: states[name] for name, reduction in self.reductions.items() if reduction.up}
-            if len(rows) < len(taken):
-                sent = {name: value[rows] for name, value in sent.items()}
-            sent = self.aggregator.set_aside(sent, odd)
             clients, weights = parts.clients, weigh(self.client_weights, parts)
             if len(rows) < len(taken):
                 clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
-            coded, each = self._coded(clients, sent)
+                sent = {name: value[rows] for name, value in sent.items()}
+            sent = self.aggregator.set_aside(sent, odd)
+            coded, each = self.code(clients, sent)
             numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
             self.aggregator.add_all({**sent, **coded}, weights, numbers)
             by_value = [name for name in sent if not self.reductions[name].by_shape]
@@ -229,6 +216,13 @@ class FederatedServer:
             self._leave_out(clients, sent)
             self.record.trained += clients
         return taken
+
+    def check(self, parts: ClientRounds, states: Mapping[str, Tensor]) -> tuple[list[bool], list[str]]:
+        """Drop clients by name whose numbers are not finite: whether each is of use, and which entries none has so."""
+        faults, odd = find_faults(states, self._start, self.reductions)
+        for row, at_fault in faults.items():
+            self._drop(parts[row], at_fault)
+        return [row not in faults for row in range(len(parts))], odd
 
     def _leave_out(self, clients: Sequence[str], sent: State) -> None:
         """Count no bytes of frozen parameters for the clients that have left them as they were."""
@@ -249,7 +243,7 @@ class FederatedServer:
         message = "Round %d: dropped the upload of client %s (not finite: %s). %s"
         log.warning(message, client_round.round, client, names, DIVERGED)
 
-    def _coded(self, clients: Sequence[str], sent: State) -> tuple[State, int]:
+    def code(self, clients: Sequence[str], sent: State) -> tuple[State, int]:
         """What the server decodes in place of some entries, and bytes per client of all whose bytes do not vary."""
         coded: State = {}
         code_bytes = 0

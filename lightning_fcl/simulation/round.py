@@ -1,11 +1,11 @@
-"""A round: a train loader of one epoch, whose generator is download, local training, upload and aggregation."""
+"""A round: a train loader of one epoch, and what clients do in it, in a simulation as on a node of a deployment."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,13 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
-from lightning_fcl.errors import listed, quoted
-from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import Memory, own_entries
+from lightning_fcl.errors import quoted
+from lightning_fcl.federation.aggregation import State, load_entries
+from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
-from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, SolvesAtServer
+from lightning_fcl.federation.protocol import ListensToClients
 from lightning_fcl.federation.record import DIVERGED, RoundRecord
-from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.methods.declaration import Declaration, client_of
@@ -29,10 +28,14 @@ from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_optimizers, there
-from lightning_fcl.simulation.progress import step_together
-from lightning_fcl.simulation.rehearsal import record_time
 
 log = logging.getLogger(__name__)
+
+Send = Callable[[ClientRounds, State], list[bool]]
+"""Takes what clients send, every entry of shape (clients, ...), and says whether each one's is of use."""
+
+Work = Callable[["Round"], Generator[Any, None, None]]
+"""What is done in a round that has begun."""
 
 
 class Round:
@@ -43,31 +46,24 @@ class Round:
 
     Args:
         federation: The federation, whose round at hand it is.
+        cohorts: The clients that train in this process, some at a time.
+        work: All that is done in the round once it has begun. It yields the batches, and None where there are none:
+            after each cohort but the last one, for `resume`, and in place of cohorts.
     """
 
-    def __init__(self, federation: Federation) -> None:
+    def __init__(self, federation: Federation, cohorts: Iterable[Cohort], work: Work) -> None:
         self.federation = federation
         self.number = current_round(federation.module.trainer)
+        self.cohorts = deque(cohorts)  # those that are yet to train
         self.cohort: Cohort | None = None  # the clients that train now, or have done so last
         self.done, self.settled = False, True
         before = federation.strategy.round
         self.loose: LooseState | None = before.loose if before is not None else None
-        self._cohorts = deque(self.plan() if self.number < (federation.module.trainer.max_epochs or 0) else ())
-        self._batches = max(1, sum(map(len, self._cohorts)))
+        self.steps_before = 0  # the Trainer's, when the round began
+        self._work = work
+        self._read: Iterator[Any] | None = None  # what comes for the cohorts' requests; None: samples are in memory
+        self._batches = max(1, sum(map(len, self.cohorts)))
         self._steps: Generator[Any, None, None] = self._run()
-
-    def plan(self) -> list[Cohort]:
-        """Who trains in this process, and on which batches."""
-        federation, size = self.federation, self.federation.trainer.clients_at_once
-        plan = federation.stream.plan
-        names, self.skipped = federation.participation.draw(plan, self.number)
-        samples = {client: len(plan.train[self.number][client]) for client in names}
-        if size > 1:  # like lengths together, so that little is padded and few wait for others
-            names = sorted(names, key=lambda client: -samples[client])
-        cohorts = [names[start : start + size] for start in range(0, len(names), size)]
-        if federation.strategy.ranks.number > 1:
-            cohorts = [cohorts[number] for number in self.placement.place(cohorts, samples)]
-        return [Cohort(federation, names, self.number) for names in cohorts]
 
     @property
     def client_round(self) -> ClientRound | None:
@@ -100,27 +96,21 @@ class Round:
     def _run(self) -> Generator[Any, None, None]:
         self.begin()
         try:
-            yield from self.train()
-            self.aggregate()
+            if self.cohorts and self.federation.stream.draws:
+                requests = (request for cohort in [*self.cohorts] for request in cohort.requests())
+                self._read = self.federation.stream.read(requests)
+            yield from self._work(self)
         except BaseException:  # also where it is closed: a hook has failed, or stopped the fit
             if not self.done:
                 self.abandon()
             raise
 
-    def train(self) -> Iterator[Any]:
-        """The batches; None after each cohort but the last one's, for `resume`, and where there are no cohorts."""
-        read = None
-        if self.federation.stream.draws:
-            read = self.federation.stream.read(request for cohort in [*self._cohorts] for request in cohort.requests())
-        if not self._cohorts:
-            yield None
-        while self._cohorts:
-            self.cohort = cohort = self._cohorts.popleft()
-            self.download(cohort)
-            yield from cohort.batches(read)
-            self.upload(cohort)
-            if self._cohorts:
-                yield None
+    def train(self, cohort: Cohort, send: Send) -> Iterator[Any]:
+        """What some clients do in the round, wherever they are: they receive, train, send, and keep what is theirs."""
+        self.cohort = cohort
+        self.download(cohort)
+        yield from cohort.batches(self._read)
+        self.upload(cohort, send)
 
     def resume(self) -> None:
         """After a batch: if it was the last of its cohort, go on with the upload, and after the last one aggregate."""
@@ -140,7 +130,7 @@ class Round:
         """Before the clients: what a hook has changed in the module since the last round is the server's."""
         federation = self.federation
         check_optimizers(federation)
-        self._steps_before = federation.module.trainer.global_step
+        self.steps_before = federation.module.trainer.global_step
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
@@ -178,15 +168,16 @@ class Round:
         cohort.received = states
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
-    def upload(self, cohort: Cohort) -> None:
-        """Step 3: check each client's state, add it to the aggregate, and keep what stays with the client."""
+    def upload(self, cohort: Cohort, send: Send) -> None:
+        """Step 3: each client sends its state, and keeps what stays with it."""
         federation, clients, participation = self.federation, cohort.clients, self.federation.participation
         trained = federation.trainer.finish()
         self.placement.took(clients)
         missed = [participation.may_miss and participation.misses(client, self.number) for client in clients.clients]
-        taken = _send(federation.server, clients, {**trained.uploads, **self._contributions(cohort, trained)}, missed)
+        sent = {**trained.uploads, **self._contributions(cohort, trained)}
+        taken = _in_reach(send, federation.server.record, clients, sent, missed)
         _name_diverged(federation.server.record, clients, trained, taken)
-        listeners = [one for one in _callbacks(federation) if isinstance(one, ListensToClients)]
+        listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
         personal = federation.server.personal or participation.swarm is not None
         if not (federation.methods or federation.strategy.keep_optimizer or personal or listeners):
             return  # nothing stays with the clients, and nobody looks at them
@@ -228,76 +219,30 @@ class Round:
             kept["optimizer"] = trained.optimizer
         self.federation.server.keep(part.client, state, kept, missed)
 
-    def aggregate(self) -> None:
-        """Step 4: aggregate, put the server's state into the module, and end experiences."""
-        federation = self.federation
-        self.cohort = None
-        federation.strategy.local_steps.end_round(federation.optimizers)
-        if self.loose is not None:
-            self.loose.end_clients()
-        self.placement.meet(federation.server)
-        step_together(federation.module.trainer, self.placement.ranks, self._steps_before)
-        record_time(federation)
-        _check_usable(federation, self.number)
-        load_entries(federation.module, federation.server.finish_round())
-        if isinstance(federation.module, SolvesAtServer):
-            federation.module.on_after_aggregation()
-        self.done = True
-        federation.server.record.skipped = self.skipped
-        federation.participation.elect(federation.server.record, federation.stream.plan.clients)
-        for method in federation.methods:
-            if method.ends_undrawn:
-                self.end_undrawn(method)
-        for listener in _callbacks(federation):
-            if isinstance(listener, ListensToRounds):
-                listener.on_round_end(federation.module.trainer, federation.module)
-        if self.loose is not None:
-            self.loose.go_on()
-
-    def end_undrawn(self, method: Declaration) -> None:
-        """End the experiences that end with this round, for clients that were not drawn for it."""
-        federation = self.federation
-        done = {*federation.server.record.trained, *federation.server.record.missed, *federation.server.record.dropped}
-        for client in federation.client_rounds(self.number):
-            if client.client in done or not (client.last_round and method.remembers(client)):
-                continue
-            if not federation.hosts(client.client):
-                continue
-            data = (
-                federation.stream.client_samples(client.client, client.round, federation.seed)
-                if method.needs.samples
-                else None
-            )
-            own = {
-                **entries(federation.module),
-                **own_entries(federation.server.store[client.client], federation.module.device),
-            }
-            memory = federation.server.store.memory(client.client, method.section)
-            undrawn = client_of(method, federation.module, memory, own, client.not_drawn())
-            federation.server.store.remember(client.client, method.section, method.end_round(undrawn, own, data))
-
 
 def _moved(memory: Memory, device: torch.device) -> Memory:
     """What was on disk, or in a checkpoint, comes back on the CPU."""
     return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
 
 
-def _callbacks(federation: Federation) -> list[Callback]:
+def methods_first(federation: Federation) -> list[Callback]:
     """The Trainer's, methods first: what they do is measured."""
     callbacks = callbacks_of(federation.module.trainer)
     return sorted(callbacks, key=lambda callback: not isinstance(callback, Declaration))
 
 
-def _send(server: FederatedServer, clients: ClientRounds, states: State, missed: Sequence[bool]) -> list[bool]:
+def _in_reach(
+    send: Send, record: RoundRecord, clients: ClientRounds, states: State, missed: Sequence[bool]
+) -> list[bool]:
     """Send the states of those in reach; whether each client's state is one to go on with."""
     if not any(missed):
-        return server.upload(clients, states)
-    server.record.missed += itertools.compress(clients.clients, missed)
+        return send(clients, states)
+    record.missed += itertools.compress(clients.clients, missed)
     fine = [True] * len(clients)
     rows = [row for row, out in enumerate(missed) if not out]
     if rows:
         sent = {name: value[rows] for name, value in states.items()}
-        for row, taken in zip(rows, server.upload([clients[row] for row in rows], sent), strict=True):
+        for row, taken in zip(rows, send(ClientRounds.of([clients[row] for row in rows]), sent), strict=True):
             fine[row] = taken
     return fine
 
@@ -312,21 +257,6 @@ def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: Trained,
     for name in names:
         message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
         log.warning(message, clients.round, name, DIVERGED)
-
-
-def _check_usable(federation: Federation, number: int) -> None:
-    """End a fit whose clients all send what is of no use."""
-    record, dropped, stops = (
-        federation.server.record,
-        federation.server.record.dropped,
-        federation.strategy.stops_unusable,
-    )
-    if stops and dropped and not (record.trained or record.missed or record.late):
-        who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
-        raise ValueError(
-            f"Expected uploads of round {number} that are of use but all were dropped: {who}. {DIVERGED} To "
-            'go on with the server as it was, give the strategy `on_unusable_round="warn"`.'
-        )
 
 
 def _loose_state(federation: Federation, before: LooseState | None) -> LooseState:

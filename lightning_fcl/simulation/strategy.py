@@ -20,13 +20,13 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.errors import one_of, refuse_other_lightning, warn_of_other_lightning
-from lightning_fcl.federation.aggregation import Reduction, Rules, State, check_state
+from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, settings_of
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.schedule import Schedule
-from lightning_fcl.federation.server import ClientWeights, FederatedServer
+from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.local.counts import common_batches
@@ -41,6 +41,7 @@ from lightning_fcl.simulation.limits import check_module, check_ranks, check_set
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.simulated import simulated
 from lightning_fcl.simulation.trainer_limits import TrainerLimits
 
 
@@ -135,7 +136,7 @@ class FederatedStrategy(RanksStrategy):
         self.round: Round | None = None  # the one at hand; None before a fit
         self.shows_client = False  # whether the module is a client's model: see `client_model`
         self._seed = seed
-        self.new_round: Callable[[Federation], Round] = Round
+        self.new_round: Callable[[Federation], Round] = simulated
         self._hooks = FitHooks(self)
         self._schedules: list[LRSchedulerConfig] = []  # by step and by round
         self._fits: list[Optimizer] = []  # those of the fit which has begun

@@ -20,9 +20,9 @@ from lightning_fcl.deployment.app import write_app
 from lightning_fcl.deployment.decoding import opened
 from lightning_fcl.deployment.flower import record_of, sealed_of
 from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.nodes import Terms
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.recipe import read_recipe
-from lightning_fcl.deployment.remote_round import Terms
 from lightning_fcl.deployment.serve import serve
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint

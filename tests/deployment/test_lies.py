@@ -13,8 +13,7 @@ from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
 from lightning_fcl.deployment.changes import restored
 from lightning_fcl.deployment.flower import sealed_of
-from lightning_fcl.deployment.node import MODEL
-from lightning_fcl.deployment.parcel import Parcel, RefusedError
+from lightning_fcl.deployment.parcel import MODEL, Parcel, RefusedError
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.federation.aggregation import BUILT_IN, entries
 

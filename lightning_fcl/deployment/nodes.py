@@ -1,10 +1,10 @@
-"""A round of the server: an epoch of a Trainer whose uploads come from nodes."""
+"""The rounds of a server whose clients train on nodes."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any
@@ -12,29 +12,29 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import MOST, Limits, by_normal, upload_of
+from lightning_fcl.deployment.answers import MOST, Limits, Upload, by_normal, upload_of
 from lightning_fcl.deployment.decoding import Sealed
 from lightning_fcl.deployment.gathering import Gathering
 from lightning_fcl.deployment.link import Link, Members
-from lightning_fcl.deployment.node import MODEL, SERVER, digest
 from lightning_fcl.deployment.outline import outline_of
-from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
+from lightning_fcl.deployment.parcel import BYTES, MODEL, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.errors import above, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.protocol import ListensToRounds
+from lightning_fcl.federation.record import RoundRecord
+from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
-from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.progress import count_steps
 from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.simulated import aggregate
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Identity(Callback):
 
 
 class Nodes:
-    """The nodes of a deployment, where its clients train.
+    """The nodes of a deployment, which train the clients of a server's rounds.
 
     Args:
         link: The way to the nodes.
@@ -96,120 +96,90 @@ class Nodes:
         self.identity = Identity()
         self.members = Members(link, recipe, terms.join_seconds)
 
+    def round(self, federation: Federation) -> Round:
+        """The round at hand; its only batch is None, which comes when the nodes have trained."""
+        return Round(federation, (), self._run)
 
-class RemoteRound(Round):
-    """A round whose clients train on nodes; its only batch is None, which comes when the uploads are there.
-
-    Args:
-        federation: The federation.
-        nodes: The nodes.
-    """
-
-    def __init__(self, federation: Federation, nodes: Nodes) -> None:
-        super().__init__(federation)
-        self.link, self.members, self.terms, self.nodes = nodes.link, nodes.members, nodes.terms, nodes
-        self.server, self.stream = federation.server, federation.stream
-
-    def plan(self) -> list[Cohort]:
-        return []
-
-    def train(self) -> Iterator[None]:
-        """The only batch, when the nodes have answered."""
-        self.gather()
-        count_steps(self.federation.module.trainer, 1)
+    def _run(self, round: Round) -> Generator[None, None, None]:
+        """All that a server does in a round that has begun: uploads come in, and it is finished."""
+        skipped = self._upload(round)
+        count_steps(round.federation.module.trainer, 1)
         yield None
+        aggregate(round, skipped)
 
-    def gather(self) -> None:
-        """Send the server's state to the clients of the round, and take in what they answer."""
-        self.members.names = by_normal(self.stream.plan.clients)
-        drawn, self.skipped = self.federation.participation.draw(self.stream.plan, self.number)
-        held, needed = self._held(), min(self.terms.clients_at_least, len(drawn))
-        self.members.begin_round({**self._head(), "kind": "hello", "held": sorted(held)}, digest(held))
-        seconds = self.terms.round_seconds, self.terms.join_seconds
+    def _upload(self, round: Round) -> list[str]:
+        """Send the clients of a round the server's state, and take in what they answer; those that have no data."""
+        federation, server, plan = round.federation, round.federation.server, round.federation.stream.plan
+        self.members.names = by_normal(plan.clients)
+        drawn, skipped = federation.participation.draw(plan, round.number)
+        held, needed = _held(server), min(self.terms.clients_at_least, len(drawn))
+        self.members.begin_round({**self._head(round), "kind": "hello", "held": sorted(held)}, digest(held))
+
+        def take(client: str, answer: Sealed, sent: Mapping[str, Any]) -> bool:
+            if client in server.record.trained:
+                _drop(round, client, "a second answer, which does not count")
+                return True
+            try:
+                upload = self._read(server, client, answer, sent, len(drawn))
+            except RefusedError as error:
+                _drop(round, client, str(error))
+                return False
+            skipped.extend([client] * (upload.samples == 0))
+            return upload.samples == 0 or _add(round, client, upload)
+
         gathering = Gathering(
             self.link,
             self.members,
-            *seconds,
-            lambda client, node: self._sent_to(client, node, held),
-            lambda client, answer, head: self._take(client, answer, head, len(drawn)),
+            self.terms.round_seconds,
+            self.terms.join_seconds,
+            lambda client, node: self._sent_to(round, client, node, held),
+            take,
         )
         for client, why in gathering.run(drawn, needed).items():
-            self._drop(client, why)
-        self._say_limits([client for client in drawn if client in self.members.samples])
-        self.server.record.claims = self.members.claims
+            _drop(round, client, why)
+        self._say_limits(server.record, [client for client in drawn if client in self.members.samples])
+        server.record.claims = self.members.claims
         if gathering.counted < needed:
-            reasons = "; ".join(f"{client}: {why}" for client, why in self.server.record.dropped.items())
+            reasons = "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
             raise RuntimeError(
-                f"Expected uploads of at least {needed} clients in round {self.number} but got {gathering.counted} "
+                f"Expected uploads of at least {needed} clients in round {round.number} but got {gathering.counted} "
                 f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
             )
+        return skipped
 
-    def _sent_to(self, client: str, node: int, held: State) -> Parcel:
-        """What a client gets: the server's state, and what never travels where it has that otherwise."""
-        state = {**self._download(), **({} if node in self.members.alike else _named(MODEL, held))}
-        parcel = Parcel({**self._head(), "kind": "train", "outline": outline_of(self.stream, client).plain()}, state)
-        self.server.record.download(client, parcel.nbytes)
-        return parcel
-
-    def end_undrawn(self, method: Declaration) -> None:
-        """Nodes end their clients' experiences."""
-
-    def _head(self) -> dict[str, Any]:
+    def _head(self, round: Round) -> dict[str, Any]:
+        federation = round.federation
         return {
             "version": __version__,
-            "recipe": self.nodes.recipe,
-            "federation": self.nodes.identity.name,
-            "round": self.number,
-            "max_epochs": self.federation.module.trainer.max_epochs,
+            "recipe": self.recipe,
+            "federation": self.identity.name,
+            "round": round.number,
+            "max_epochs": federation.module.trainer.max_epochs,
             "message": uuid.uuid4().hex,
-            "optimizer": [_plain(group) for o in self.federation.optimizers for group in o.param_groups],
+            "optimizer": [_plain(group) for o in federation.optimizers for group in o.param_groups],
         }
 
-    def _held(self) -> State:
-        """The entries from which clients start and which do not travel."""
-        known = self.server.reductions
-        return {name: value for name, value in self.server.state.items() if not (known[name].down or known[name].up)}
+    def _sent_to(self, round: Round, client: str, node: int, held: State) -> Parcel:
+        """What a client gets: the server's state, and what never travels where it has that otherwise."""
+        server, outline = round.federation.server, outline_of(round.federation.stream, client)
+        down = {n: v for n, v in server.state.items() if server.reductions[n].down and n not in server.extra}
+        model = down if node in self.members.alike else down | held
+        state = {f"{MODEL}{n}": v for n, v in model.items()} | {f"{SERVER}{n}": v for n, v in server.extra.items()}
+        parcel = Parcel({**self._head(round), "kind": "train", "outline": outline.plain()}, state)
+        server.record.download(client, parcel.nbytes)
+        return parcel
 
-    def _download(self) -> State:
-        state = {name: value for name, value in self.server.state.items() if self.server.reductions[name].down}
-        extra = {name: state.pop(name) for name in list(state) if name in self.server.extra}
-        return {**_named(MODEL, state), **_named(SERVER, {**self.server.extra, **extra})}
+    def _read(
+        self, server: FederatedServer, client: str, answer: Sealed, sent: Mapping[str, Any], asked: int
+    ) -> Upload:
+        """A client's answer to what was sent, one of so many."""
+        terms, most = self.terms, self.terms.most_samples or self.members.samples[client]
+        rehearsed = most if server.client_weights == "trained" else MOST
+        known = {name: value for name, value in server.state.items() if server.reductions[name].up}
+        limits = Limits(terms.message_bytes, most, rehearsed, terms.largest_update, asked)
+        return upload_of(answer, sent, client, known, server.reductions, limits)
 
-    def _take(self, client: str, answer: Sealed, sent: Mapping[str, Any], asked: int) -> bool:
-        """Take in a client's answer to what was sent, one of so many; whether there was one that counts."""
-        round, known = self.number, {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
-        if client in self.server.record.trained:
-            self._drop(client, "a second answer, which does not count")
-            return True
-        try:
-            upload = upload_of(answer, sent, client, known, self.server.reductions, self._limits(client, asked))
-        except RefusedError as error:
-            self._drop(client, str(error))
-            return False
-        if upload.samples == 0:
-            self.skipped.append(client)
-            return True
-        part = ClientRounds(
-            round,
-            [client],
-            np.array([upload.samples]),
-            lambda name: self.stream.client_round(name, round),
-            np.array([upload.rehearsed]),
-        )
-        state = {name: value[None].to(self.federation.module.device) for name, value in upload.state.items()}
-        (taken,) = self.server.upload(part, state)
-        if taken:
-            self.server.record.upload_bytes[client] = upload.nbytes
-            self.server.record.diverged += [client] * upload.diverged
-        return taken
-
-    def _limits(self, client: str, asked: int) -> Limits:
-        terms = self.terms
-        most = terms.most_samples or self.members.samples[client]
-        rehearsed = most if self.server.client_weights == "trained" else MOST
-        return Limits(terms.message_bytes, most, rehearsed, terms.largest_update, asked)
-
-    def _say_limits(self, clients: Collection[str]) -> None:
+    def _say_limits(self, record: RoundRecord, clients: Collection[str]) -> None:
         """Record what uploads may be, and name whoever says that it has far more samples than others."""
         said, most = {client: self.members.samples[client] for client in clients}, self.terms.most_samples
         usual = _FAR_MORE * median_low(said.values() or [0])
@@ -222,15 +192,35 @@ class RemoteRound(Round):
                 _FAR_MORE,
             )
         largest = most or max(said.values(), default=0)
-        self.server.record.limits = {"most_samples": largest, "largest_update": self.terms.largest_update}
-
-    def _drop(self, client: str, why: str) -> None:
-        self.server.record.dropped.setdefault(client, why)
-        log.warning("Round %d: nothing of client %s: %s", self.number, client, why)
+        record.limits = {"most_samples": largest, "largest_update": self.terms.largest_update}
 
 
-def _named(prefix: str, state: Mapping[str, Tensor]) -> State:
-    return {f"{prefix}{name}": value for name, value in state.items()}
+def _held(server: FederatedServer) -> State:
+    """The entries from which clients start and which do not travel."""
+    known = server.reductions
+    return {name: value for name, value in server.state.items() if not (known[name].down or known[name].up)}
+
+
+def _add(round: Round, client: str, upload: Upload) -> bool:
+    """Add up a client's upload; whether its numbers are finite."""
+    server, module = round.federation.server, round.federation.module
+    part = ClientRounds(
+        round.number,
+        [client],
+        np.array([upload.samples]),
+        lambda name: round.federation.stream.client_round(name, round.number),
+        np.array([upload.rehearsed]),
+    )
+    (taken,) = server.upload(part, {name: value[None].to(module.device) for name, value in upload.state.items()})
+    if taken:
+        server.record.upload_bytes[client] = upload.nbytes
+        server.record.diverged += [client] * upload.diverged
+    return taken
+
+
+def _drop(round: Round, client: str, why: str) -> None:
+    round.federation.server.record.dropped.setdefault(client, why)
+    log.warning("Round %d: nothing of client %s: %s", round.number, client, why)
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,5 +268,5 @@ def deploy(trainer: L.Trainer, strategy: FederatedStrategy, nodes: Nodes) -> Non
     strategy.cohort_size = 1
     strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
     strategy.server.compression = None  # uploads come as the server decodes them
-    strategy.new_round = lambda federation: RemoteRound(federation, nodes)
+    strategy.new_round = nodes.round
     callbacks.append(nodes.identity)

@@ -1,0 +1,116 @@
+"""A simulation's round: who trains in this process, and what comes together of what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from functools import partial
+from typing import Any
+
+from lightning_fcl.data.client_round import current_round
+from lightning_fcl.errors import listed
+from lightning_fcl.federation.aggregation import entries, load_entries
+from lightning_fcl.federation.client_store import own_entries
+from lightning_fcl.federation.protocol import ListensToRounds, SolvesAtServer
+from lightning_fcl.federation.record import DIVERGED
+from lightning_fcl.methods.declaration import Declaration, client_of
+from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.progress import step_together
+from lightning_fcl.simulation.rehearsal import record_time
+from lightning_fcl.simulation.round import Round, methods_first
+
+
+def simulated(federation: Federation) -> Round:
+    """The round at hand, for which clients are drawn, and which of them train in this process."""
+    number, size = current_round(federation.module.trainer), federation.trainer.clients_at_once
+    if number >= (federation.module.trainer.max_epochs or 0):  # of a finished fit that is continued
+        return Round(federation, (), partial(_simulate, skipped=()))
+    plan = federation.stream.plan
+    names, skipped = federation.participation.draw(plan, number)
+    samples = {client: len(plan.train[number][client]) for client in names}
+    if size > 1:  # like lengths together, so that little is padded and few wait for others
+        names = sorted(names, key=lambda client: -samples[client])
+    cohorts = [names[start : start + size] for start in range(0, len(names), size)]
+    if federation.placement is not None and federation.strategy.ranks.number > 1:
+        cohorts = [cohorts[place] for place in federation.placement.place(cohorts, samples)]
+    return Round(
+        federation, [Cohort(federation, names, number) for names in cohorts], partial(_simulate, skipped=skipped)
+    )
+
+
+def _simulate(round: Round, skipped: Sequence[str]) -> Generator[Any, None, None]:
+    """Train the clients, and bring together what they send."""
+    if not round.cohorts:
+        yield None
+    while round.cohorts:
+        yield from round.train(round.cohorts.popleft(), round.federation.server.upload)
+        if round.cohorts:
+            yield None
+    aggregate(round, skipped)
+
+
+def aggregate(round: Round, skipped: Sequence[str]) -> None:
+    """Step 4: aggregate, put the server's state into the module, and end experiences.
+
+    Args:
+        skipped: Clients that were drawn but had no data.
+    """
+    federation = round.federation
+    record = federation.server.record
+    round.cohort = None
+    federation.strategy.local_steps.end_round(federation.optimizers)
+    if round.loose is not None:
+        round.loose.end_clients()
+    round.placement.meet(federation.server)
+    step_together(federation.module.trainer, round.placement.ranks, round.steps_before)
+    record_time(federation)
+    _check_usable(federation, round.number)
+    load_entries(federation.module, federation.server.finish_round())
+    if isinstance(federation.module, SolvesAtServer):
+        federation.module.on_after_aggregation()
+    round.done = True
+    record.skipped = [*skipped]
+    federation.participation.elect(record, federation.stream.plan.clients)
+    done = {*record.trained, *record.missed, *record.dropped, *record.skipped}
+    for method in federation.methods:
+        if method.ends_undrawn:
+            _end_undrawn(round, method, done)
+    for listener in methods_first(federation):
+        if isinstance(listener, ListensToRounds):
+            listener.on_round_end(federation.module.trainer, federation.module)
+    if round.loose is not None:
+        round.loose.go_on()
+
+
+def _end_undrawn(round: Round, method: Declaration, done: Collection[str]) -> None:
+    """End the experiences that end with this round, for clients that were not drawn for it."""
+    federation = round.federation
+    for client in federation.client_rounds(round.number):
+        if client.client in done or not (client.last_round and method.remembers(client)):
+            continue
+        if not federation.hosts(client.client):
+            continue
+        data = (
+            federation.stream.client_samples(client.client, client.round, federation.seed)
+            if method.needs.samples
+            else None
+        )
+        own = {
+            **entries(federation.module),
+            **own_entries(federation.server.store[client.client], federation.module.device),
+        }
+        memory = federation.server.store.memory(client.client, method.section)
+        undrawn = client_of(method, federation.module, memory, own, client.not_drawn())
+        federation.server.store.remember(client.client, method.section, method.end_round(undrawn, own, data))
+
+
+def _check_usable(federation: Federation, number: int) -> None:
+    """End a fit whose clients all send what is of no use."""
+    record = federation.server.record
+    dropped = record.dropped
+    if federation.strategy.stops_unusable and dropped and not (record.trained or record.missed or record.late):
+        who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
+        raise ValueError(
+            f"Expected uploads of round {number} that are of use but all were dropped: {who}. {DIVERGED} To "
+            'go on with the server as it was, give the strategy `on_unusable_round="warn"`.'
+        )
