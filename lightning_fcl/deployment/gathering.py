@@ -30,7 +30,8 @@ class Gathering:
     """Sends clients their messages, and takes in their answers, as they come.
 
     It waits for all that are there when it begins, but no longer than its time once it has enough. Where those that
-    are left are too few, it sends to whoever has come, or come back.
+    are left are too few, it sends to whoever has come, or come back, and, after ever longer pauses, to those of whom no
+    answer counts. They end nothing: after its time it does without them.
 
     Args:
         link: The way to the nodes.
@@ -54,12 +55,20 @@ class Gathering:
         self._seconds, self._longest = seconds, longest
         self._parcel, self._take = parcel, take
         self._waiting: dict[str, Asked] = {}
-        self._answered: dict[str, bool] = {}  # the clients, and whether an answer of theirs counts
+        self._counted: set[str] = set()  # the clients of whom an answer counts
+        self._refused: dict[str, float] = {}  # those who have answered, but none that counts: when each is asked again
         self._lost: dict[str, str] = {}
+        self._wanted: Sequence[str] = ()
+        self._needed, self._began = 1, 0.0
 
     @property
     def counted(self) -> int:
-        return sum(self._answered.values())
+        return len(self._counted)
+
+    @property
+    def enough(self) -> bool:
+        """Whether so many have answered as can be asked for: those of whom no answer counts are as if not wanted."""
+        return self.counted >= max(1, min(self._needed, len(self._wanted) - len(self._refused)))
 
     def run(self, wanted: Sequence[str], needed: int) -> dict[str, str]:
         """Gather answers of some clients, until there are enough that count, or its time is over.
@@ -68,15 +77,15 @@ class Gathering:
             The clients that have not answered, and why.
         """
         self._send(self._members.reach(wanted, needed))
-        began = asked = time.monotonic()
+        self._wanted, self._needed = wanted, needed
+        self._began = asked = time.monotonic()
         while True:
             self._listen()
             now = time.monotonic()
-            late = now - began > self._seconds
-            if self.counted >= needed and (late or not self._waiting):
+            late = now - self._began > self._seconds
+            if self.enough if late else self.counted >= needed and not self._waiting:
                 break
-            possible = len(wanted) - len(self._answered) + self.counted
-            if possible < needed or now - began > self._seconds + self._longest:
+            if len(self._refused) == len(wanted) or now - self._began > self._seconds + self._longest:
                 break
             if now - asked >= AGAIN_SECONDS:
                 asked, there = now, self._members.meet()
@@ -84,10 +93,13 @@ class Gathering:
                 if late or self.counted + len(self._waiting) < needed:
                     self._send({client: there[client] for client in wanted if client in there})
             time.sleep(_POLL)
-        return {client: self._why_not(client) for client in wanted if client not in self._answered}
+        return {
+            client: self._why_not(client) for client in wanted if client not in self._counted | self._refused.keys()
+        }
 
     def _send(self, nodes: Mapping[str, int]) -> None:
-        asked = self._answered.keys() | {one.client for one in self._waiting.values()}
+        asked = self._counted | {one.client for one in self._waiting.values()}
+        asked |= {client for client, due in self._refused.items() if due > time.monotonic()}
         clients = {node: client for client, node in nodes.items() if client not in asked}
         if clients:
             parcels = {node: self._parcel(client, node) for node, client in clients.items()}
@@ -103,7 +115,12 @@ class Gathering:
                 self._lost[client] = answer.failed
                 log.info("Client %s is lost: %s", client, answer.failed)
                 continue
-            self._answered[client] = self._take(client, answer, head) or self._answered.get(client, False)
+            if self._take(client, answer, head):
+                self._counted.add(client)
+                self._refused.pop(client, None)
+            elif client not in self._counted:
+                now = time.monotonic()
+                self._refused[client] = now + AGAIN_SECONDS + now - self._began
 
     def _give_up_gone(self, there: Mapping[str, int]) -> None:
         """Wait no longer for nodes that are gone: of an answer that was under way Flower says so minutes later."""

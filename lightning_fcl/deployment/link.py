@@ -98,7 +98,8 @@ class Members:
                     "`clients-at-least` of the run's configuration."
                 )
             if len(found) < needed and not told:
-                log.info("Waiting for %d of the clients %s.", needed, ", ".join(wanted))
+                missing = [f"{client} ({self.why_not(client)})" for client in wanted if client not in found]
+                log.info("Waiting for %d of the clients %s.", needed - len(found), ", ".join(missing))
                 told = True
             time.sleep(_LOOK)
 

@@ -139,12 +139,14 @@ class Nodes:
             _drop(round, client, why)
         self._say_limits(server.record, [client for client in drawn if client in self.members.samples])
         server.record.claims = self.members.claims
-        if gathering.counted < needed:
-            reasons = "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
+        fewer = f"Expected uploads of at least {needed} clients in round {round.number} but got {gathering.counted} ("
+        fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
+        if not gathering.enough:
             raise RuntimeError(
-                f"Expected uploads of at least {needed} clients in round {round.number} but got {gathering.counted} "
-                f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
+                f"{fewer}). Start the server again when they are there: it goes on from its newest checkpoint."
             )
+        if gathering.counted < needed:
+            log.warning("%s). It goes on with these.", fewer)
         return skipped
 
     def _head(self, round: Round) -> dict[str, Any]:

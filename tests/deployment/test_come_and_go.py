@@ -125,6 +125,7 @@ def gather(air, members):
 
         one = Gathering(air, members, 20, 100, lambda name, node: Parcel({"kind": "train", "for": name}), take)
         run.left = one.run(wanted, needed)
+        run.enough = one.enough
         return one.counted
 
     return run
@@ -166,12 +167,16 @@ def test_a_node_that_does_not_say_who_it_is_is_waited_for_once(air, members):
     assert members.reach(["a", "b"], 2) == {"a": 7, "b": 8}
 
 
-def test_too_few_clients_are_named_with_the_reasons_after_the_time(air, members):
+def test_too_few_clients_are_named_with_the_reasons_after_the_time(air, members, caplog):
     air.there = {7: refusing, 8: client("b")}
-    with pytest.raises(
-        RuntimeError, match=r"at least 2 of the clients a, b within 200 s but got b \(there is no file\)"
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.raises(
+            RuntimeError, match=r"at least 2 of the clients a, b within 200 s but got b \(there is no file\)"
+        ),
     ):
         members.reach(["a", "b"], 2)
+    assert "Waiting for 2 of the clients a (not connected), b (not connected)." in caplog.text
     assert 200 < air.clock.now - 100 < 201
 
 
@@ -249,11 +254,40 @@ def test_who_comes_late_makes_up_for_who_stalls(air, gather):
     assert 20 < air.clock.now - 100 < 20 + 2 * AGAIN_SECONDS + 1
 
 
-def test_a_client_whose_answer_does_not_count_is_not_asked_again(air, gather):
+def liar_until(since, clock):
+    """Whether an answer counts: those of `a` from some time on, and all others."""
+    return lambda answer: opened(answer).head["client"] != "a" or clock.now - 100 >= since
+
+
+def test_a_round_that_needs_all_ends_with_its_time_without_a_client_of_whom_no_answer_counts(air, gather):
+    """It is asked again meanwhile, after ever longer pauses."""
     air.there = {7: client("a"), 8: client("b")}
-    assert gather(["a", "b"], 2, lambda answer: opened(answer).head["client"] == "b") == 1 and air.clock.now - 100 < 1
-    assert sorted(gather.taken) == ["a", "b"] and gather.left == {}
-    assert len(air.asked(7, "train")) == 1
+    assert gather(["a", "b"], 2, liar_until(1000, air.clock)) == 1 and 20 < air.clock.now - 100 < 21
+    assert gather.enough and gather.left == {} and gather.taken.count("b") == 1
+    pauses = [later - one for one, later in pairwise(air.asked(7, "train"))]
+    assert len(pauses) == 2 and AGAIN_SECONDS <= pauses[0] < pauses[1]
+
+
+def test_a_client_whose_later_answer_counts_is_in_the_round(air, gather):
+    air.there = {7: client("a"), 8: client("b")}
+    assert gather(["a", "b"], 2, liar_until(2, air.clock)) == 2 and air.clock.now - 100 < 2 + 2 * AGAIN_SECONDS + 1
+
+
+def test_a_round_that_needs_all_waits_for_who_does_not_answer_whoever_lies(air, gather):
+    """Until the time that it was told; and it needs no fewer where others may yet answer."""
+    air.there = {7: client("a"), 8: client("b"), 9: changing((0, stalling("c")), (50, client("c")))}
+    assert gather(["a", "b", "c"], 3, liar_until(1000, air.clock)) == 2 and 50 <= air.clock.now - 100 < 51
+    assert gather.enough
+    air.there[9] = stalling("c")
+    since = air.clock.now
+    assert gather(["a", "b", "c"], 2, liar_until(1000, air.clock)) == 1 and 120 < air.clock.now - since < 121
+    assert not gather.enough and gather.left == {"c": "no answer within 20 s"}
+
+
+def test_a_round_in_which_nobodys_answer_counts_ends_at_once(air, gather):
+    air.there = {7: client("a")}
+    assert gather(["a"], 1, liar_until(1000, air.clock)) == 0 and air.clock.now - 100 < 1
+    assert not gather.enough
 
 
 class Grid:

@@ -126,6 +126,18 @@ def test_an_answer_that_does_not_count_leaves_room_for_one_that_does(prepared, w
 
 
 @pytest.mark.seconds
+def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared, honest, wire, same, caplog):
+    nodes = [prepared.node(client) for client in prepared.clients]
+    lies = lying(wire, lambda answer, *_: [saying(samples=-3)(answer)])
+    fit = prepared.serve(lies(nodes), clients_at_least=3, round_seconds=2)
+    assert same(honest, fit.model)
+    assert [list(one["dropped"]) for one in rounds_of(fit)] == [["1"], ["1"]]
+    for round in (0, 1):
+        named = rf"at least 3 clients in round {round} but got 2 \(1: .* got -3\..*\)\. It goes on with these\."
+        assert re.search(named, caplog.text)
+
+
+@pytest.mark.seconds
 def test_a_node_keeps_the_name_that_it_has_claimed(rehearsal, wire, caplog):
     """It leaves for a moment, and comes back as another client, which is there no more."""
     prepared = rehearsal({"trainer": {"max_epochs": 3}})
