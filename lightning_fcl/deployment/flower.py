@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,9 +62,11 @@ class GridLink:
         self._until: dict[str, float] = {}  # how long each message is good for
         self._pulls: dict[str, Future[Iterable[Message]]] = {}  # the looks for answers that have not ended yet
 
-    def nodes(self) -> Iterable[int]:
-        found: Iterable[int] = self._grid.get_node_ids()
-        return found
+    def nodes(self) -> Mapping[int, str]:
+        return {
+            node.node_id: sha256(node.public_key).hexdigest() if node.public_key else f"node {node.node_id}"
+            for node in self._grid.get_nodes()
+        }
 
     def send(self, parcels: Mapping[int, Parcel], seconds: float) -> Mapping[str, int]:
         message_of = require("flwr.app", *_FOR).Message

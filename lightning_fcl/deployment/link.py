@@ -26,8 +26,8 @@ _LOOK = 0.2  # seconds between two looks at who is there
 class Link(Protocol):
     """Sends parcels to nodes, by their numbers, and brings their answers."""
 
-    def nodes(self) -> Iterable[int]:
-        """The nodes that are connected now."""
+    def nodes(self) -> Mapping[int, str]:
+        """The nodes that are connected now, and the name of each one's key, which it has also when it comes back."""
 
     def send(self, parcels: Mapping[int, Parcel], seconds: float) -> Mapping[str, int]:
         """Send a parcel to each of some nodes, to be answered within so many seconds.
@@ -58,12 +58,14 @@ class Members:
         link: The way to the nodes.
         recipe: The recipe's fingerprint.
         seconds: So long `reach` waits.
+        claimed: Whose each key has been, by its name: it stays that client's.
     """
 
-    def __init__(self, link: Link, recipe: str, seconds: float) -> None:
+    def __init__(self, link: Link, recipe: str, seconds: float, claimed: dict[str, str]) -> None:
         self._link = link
         self._recipe = recipe
         self._seconds = seconds
+        self._claimed = claimed
         self._hello, self._held = Parcel({}), ""
         self._clients: dict[int, str] = {}
         self._refused: dict[int, Refusal] = {}
@@ -71,7 +73,7 @@ class Members:
         self._greetings: dict[str, int] = {}  # the messages that have no answer yet, and to which node they went
         self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
         self.claims: dict[str, list[str]] = {}  # of clients that several nodes say they are, these: first who is let in
-        self._were: dict[int, str] = {}  # whose each node has been: a key that is registered is always one node
+        self._keys: Mapping[int, str] = {}
         self.names: dict[str, str] = {}  # the clients', each by what it may be taken for
         self.samples: dict[str, int] = {}  # how many each client says it has
 
@@ -105,7 +107,8 @@ class Members:
 
     def meet(self) -> dict[str, int]:
         """The clients that are there now, and their nodes; those that are new, or were refused, are asked."""
-        now, connected = time.monotonic(), set(self._link.nodes())
+        self._keys = self._link.nodes()
+        now, connected = time.monotonic(), self._keys.keys()
         self._clients = {node: client for node, client in self._clients.items() if node in connected}
         self._refused = {node: refusal for node, refusal in self._refused.items() if node in connected}
         self._asked = {node: when for node, when in self._asked.items() if node in connected}
@@ -133,8 +136,8 @@ class Members:
         known, same = self.names.get(normal(client), client), [n for n, c in self._clients.items() if c == client]
         if not fault and client != known:
             fault = f"Expected the name {known} but got {client}, which is the same once Unicode is normalised."
-        if not fault and self._were.get(node, client) != client:
-            fault = f"Expected node {node} to be client {self._were[node]}, as it has been, but it says {client}."
+        if not fault and (was := self._claimed.get(self._keys[node], client)) != client:
+            fault = f"Expected node {node} to be client {was}, as its key has been, but it says {client}."
         if not fault and same:
             fault = (
                 f"Expected one node for each client but got two for {client}: node {same[0]} has it, and node {node} "
@@ -147,7 +150,7 @@ class Members:
                 log.warning("Refused node %d (client %s): %s", node, client or "unknown", fault)
             return
         self._refused.pop(node, None)
-        self._clients[node] = self._were[node] = client
+        self._clients[node] = self._claimed[self._keys[node]] = client
         self.samples[client] = greeting.samples
         if greeting.held == self._held:
             self.alike.add(node)

@@ -71,15 +71,21 @@ class Terms:
 
 @dataclass
 class Identity(Callback):
-    """Keeps in checkpoints which federation this is: nodes keep what they remember by it."""
+    """Keeps in checkpoints which federation this is: nodes keep what they remember by it, and keys their clients.
+
+    Args:
+        claimed: Whose each key has been, by its name.
+    """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    claimed: dict[str, str] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
+        return {"name": self.name, "claimed": {**self.claimed}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.name = str(state_dict["name"])
+        self.claimed.update(state_dict["claimed"])
 
 
 class Nodes:
@@ -94,7 +100,7 @@ class Nodes:
     def __init__(self, link: Link, recipe: str, terms: Terms) -> None:
         self.link, self.recipe, self.terms = link, recipe, terms
         self.identity = Identity()
-        self.members = Members(link, recipe, terms.join_seconds)
+        self.members = Members(link, recipe, terms.join_seconds, self.identity.claimed)
 
     def round(self, federation: Federation) -> Round:
         """The round at hand; its only batch is None, which comes when the nodes have trained."""

@@ -1,19 +1,14 @@
 """Nodes that come, go, stall, come back and say that they are somebody else: with a clock that the test sets."""
 
 import logging
-import threading
-import time
 from itertools import count, pairwise
 
 import pytest
-from flwr.app import Message
-from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
-from flwr.supercore.task_identity import TaskIdentity
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment import flower, gathering, link
+from lightning_fcl.deployment import gathering, link
 from lightning_fcl.deployment.decoding import Sealed, opened
-from lightning_fcl.deployment.flower import GridLink, record_of, sealed_of
+from lightning_fcl.deployment.flower import record_of, sealed_of
 from lightning_fcl.deployment.gathering import Gathering
 from lightning_fcl.deployment.link import AGAIN_SECONDS, HELLO_SECONDS, Members
 from lightning_fcl.deployment.parcel import Parcel
@@ -43,10 +38,11 @@ class Air:
 
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
+        self.keys = {}
         self.answers_of_the_gone = Sealed(failed="it is gone")
 
     def nodes(self):
-        return list(self.there)
+        return {number: self.keys.get(number, f"key {number}") for number in self.there}
 
     def send(self, parcels, seconds):
         new = {f"m{next(self.numbers)}": node for node in parcels if node in self.there}
@@ -106,7 +102,7 @@ def air(clock):
 
 @pytest.fixture
 def members(air):
-    one = Members(air, "r", 200)
+    one = Members(air, "r", 200, {})
     one.begin_round(HELLO, "")
     return one
 
@@ -145,6 +141,18 @@ def test_a_second_node_for_a_client_is_let_in_when_the_first_is_gone_and_both_ar
     since = air.clock.now
     assert members.reach(["a"], 1) == {"a": 8} and air.clock.now - since <= AGAIN_SECONDS + 1
     assert members.claims == {}
+
+
+def test_a_key_stays_the_client_that_it_was_on_whatever_node_it_comes_back(air, members, caplog):
+    air.there, air.keys = {7: client("a")}, {7: "mine", 8: "mine"}
+    assert members.reach(["a", "b"], 1) == {"a": 7}
+    air.there = {8: client("b"), 9: client("b")}
+    assert members.reach(["a", "b"], 1) == {"b": 9}
+    assert (
+        "Refused node 8 (client b): Expected node 8 to be client a, as its key has been, but it says b." in caplog.text
+    )
+    air.there = {8: client("a")}
+    assert members.reach(["a", "b"], 1) == {"a": 8}
 
 
 def test_a_node_whose_data_come_late_is_asked_again_until_it_has_them(air, members, caplog):
@@ -288,80 +296,6 @@ def test_a_round_in_which_nobodys_answer_counts_ends_at_once(air, gather):
     air.there = {7: client("a")}
     assert gather(["a"], 1, liar_until(1000, air.clock)) == 0 and air.clock.now - 100 < 1
     assert not gather.enough
-
-
-class Grid:
-    """What Flower brings in answer to each message."""
-
-    def __init__(self, answers):
-        self.sent, self.answers = {}, answers
-
-    def push_messages(self, messages):
-        for number, message in enumerate(messages):
-            message.metadata.__dict__["_message_id"] = f"id-{number}"
-            self.sent[f"id-{number}"] = message
-        return ["" if message.metadata.dst_node_id == 99 else name for name, message in self.sent.items()]
-
-    def pull_messages(self, names):
-        return [self.answers(self.sent[name]) for name in names if self.answers(self.sent[name]) is not None]
-
-
-@pytest.fixture
-def app(monkeypatch):
-    """Flower's server in this process."""
-    for name in ("run_id", "node_id", "task_id"):
-        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
-
-
-def answer_of(message, said, **forged):
-    reply = Message(record_of(Parcel({"said": said})), reply_to=message)
-    reply.metadata.__dict__.update({f"_{name}": value for name, value in forged.items()})
-    return reply
-
-
-def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(app):
-    """Flower's report of a node that is gone comes from the SuperLink; what a node sends may say anything."""
-
-    def answers(message):
-        node = message.metadata.dst_node_id
-        if node == 7:
-            return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
-        if node == 11:
-            raise ValueError("no message")  # as where its bytes are none
-        forged = {"reply_to_message_id": "id-0", "src_node_id": 7} if node == 8 else {}
-        return None if node == 10 else answer_of(message, f"I am {node}", **forged)
-
-    link = GridLink(Grid(answers))
-    sent = link.send({node: Parcel({"kind": "hello"}) for node in (7, 8, 9, 10, 11, 99)}, 60)
-    assert [*sent.values()] == [7, 8, 9, 10, 11]
-    found = {sent[message]: answer for message, answer in link.answers(sent)}
-    assert found.keys() == {7, 8, 9, 11}
-    assert "can be read but got ValueError: no message" in found[11].failed
-    assert "Node Unavailable" in found[7].failed
-    assert [opened(found[node]).head["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
-
-
-def test_an_answer_of_which_only_a_part_has_come_holds_up_no_other(app, monkeypatch):
-    """Flower waits minutes for the rest where the sender was killed as it sent it."""
-    monkeypatch.setattr(flower, "_PATIENCE", 0.2)
-    rest = threading.Event()
-
-    def answers(message):
-        node = message.metadata.dst_node_id
-        assert node != 7 or rest.wait(60)
-        return answer_of(message, f"I am {node}")
-
-    link = GridLink(Grid(answers))
-    sent = link.send({node: Parcel({"kind": "hello"}) for node in (7, 8)}, 60)
-    assert [sent[message] for message, _ in link.answers(sent)] == [8]
-    left = [message for message, node in sent.items() if node == 7]
-    began = time.monotonic()
-    assert [*link.answers(left)] == [] and time.monotonic() - began < 0.2
-    rest.set()
-    while not (found := [*link.answers(left)]):
-        assert time.monotonic() - began < 60
-    [(message, answer)] = found
-    assert message == left[0] and opened(answer).head["said"] == "I am 7"
 
 
 def test_an_answer_on_its_way_from_a_node_that_is_gone_is_not_waited_for(air, gather):

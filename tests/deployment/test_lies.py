@@ -92,7 +92,7 @@ def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wir
     class Late(wire):
         def nodes(self):
             liars = range(100, 100 + len(HELLOS)) if any(parcel.state for _, parcel in self.asked) else []
-            return [*self.reached, *liars]
+            return super().nodes() | {number: f"key {number}" for number in liars}
 
         def replies(self, number, parcel):
             if number < 100:
@@ -149,15 +149,16 @@ def test_a_node_keeps_the_name_that_it_has_claimed(rehearsal, wire, caplog):
         def nodes(self):
             if any(parcel.state for _, parcel in self.asked):
                 self.looks += 1
-            if self.looks == 1:
-                return [7, 9]
             if self.looks > 1:
                 self.reached = {7: self.reached[7], 8: prepared.node("2")}
-            return list(self.reached)
+            there = super().nodes()
+            return {number: key for number, key in there.items() if number != 8} if self.looks == 1 else there
 
     link = Changing([prepared.node(client) for client in prepared.clients])
     rounds = rounds_of(prepared.serve(link, clients_at_least=1))
-    assert "Refused node 8 (client 2): Expected node 8 to be client 1, as it has been, but it says 2." in caplog.text
+    assert (
+        "Refused node 8 (client 2): Expected node 8 to be client 1, as its key has been, but it says 2." in caplog.text
+    )
     assert rounds[0]["dropped"] == {} and set(rounds[-1]["upload_bytes"]) == {"0"}
 
 

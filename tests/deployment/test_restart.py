@@ -51,6 +51,24 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
 
 
 @pytest.mark.seconds
+def test_a_key_is_the_client_that_it_was_also_when_the_server_has_been_started_again(rehearsal, wire, caplog):
+    one = rehearsal()
+    one.simulate()
+
+    class Lost(wire):
+        def send(self, parcels, seconds):
+            if any(parcel.head["round"] == 2 for parcel in parcels.values()):
+                raise LostError
+            return super().send(parcels, seconds)
+
+    with pytest.raises(LostError):
+        one.serve(Lost([one.node(client) for client in one.clients]), clients_at_least=3)
+    rounds = rounds_of(one.serve(wire([one.node("0"), one.node("2")]), clients_at_least=1))
+    assert "Expected node 8 to be client 1, as its key has been, but it says 2." in caplog.text
+    assert rounds[-1]["upload_bytes"].keys() == {"0"}
+
+
+@pytest.mark.seconds
 def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire):
     one = rehearsal(REPLAY)
     one.simulate()

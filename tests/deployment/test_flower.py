@@ -1,0 +1,101 @@
+"""The way to the nodes over Flower: which answer is whose, and which node is which."""
+
+import threading
+import time
+
+import pytest
+from flwr.app import Message
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
+from flwr.supercore.task_identity import TaskIdentity
+
+from lightning_fcl.deployment import flower
+from lightning_fcl.deployment.decoding import opened
+from lightning_fcl.deployment.flower import GridLink, record_of
+from lightning_fcl.deployment.parcel import Parcel
+
+
+class Grid:
+    """What Flower brings in answer to each message."""
+
+    def __init__(self, answers):
+        self.sent, self.answers = {}, answers
+
+    def push_messages(self, messages):
+        for number, message in enumerate(messages):
+            message.metadata.__dict__["_message_id"] = f"id-{number}"
+            self.sent[f"id-{number}"] = message
+        return ["" if message.metadata.dst_node_id == 99 else name for name, message in self.sent.items()]
+
+    def pull_messages(self, names):
+        return [self.answers(self.sent[name]) for name in names if self.answers(self.sent[name]) is not None]
+
+
+@pytest.fixture
+def app(monkeypatch):
+    """Flower's server in this process."""
+    for name in ("run_id", "node_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+def answer_of(message, said, **forged):
+    reply = Message(record_of(Parcel({"said": said})), reply_to=message)
+    reply.metadata.__dict__.update({f"_{name}": value for name, value in forged.items()})
+    return reply
+
+
+def test_a_node_goes_by_its_key_where_flower_knows_it():
+    class Known:
+        def get_nodes(self):
+            return [
+                NodeInfo(node_id=number, public_key=key) for number, key in ((7, b"a"), (8, b"a"), (9, b"b"), (10, b""))
+            ]
+
+    keys = GridLink(Known()).nodes()
+    assert [*keys] == [7, 8, 9, 10] and keys[7] == keys[8]
+    assert len({*keys.values()}) == 3
+
+
+def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(app):
+    """Flower's report of a node that is gone comes from the SuperLink; what a node sends may say anything."""
+
+    def answers(message):
+        node = message.metadata.dst_node_id
+        if node == 7:
+            return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
+        if node == 11:
+            raise ValueError("no message")  # as where its bytes are none
+        forged = {"reply_to_message_id": "id-0", "src_node_id": 7} if node == 8 else {}
+        return None if node == 10 else answer_of(message, f"I am {node}", **forged)
+
+    link = GridLink(Grid(answers))
+    sent = link.send({node: Parcel({"kind": "hello"}) for node in (7, 8, 9, 10, 11, 99)}, 60)
+    assert [*sent.values()] == [7, 8, 9, 10, 11]
+    found = {sent[message]: answer for message, answer in link.answers(sent)}
+    assert found.keys() == {7, 8, 9, 11}
+    assert "can be read but got ValueError: no message" in found[11].failed
+    assert "Node Unavailable" in found[7].failed
+    assert [opened(found[node]).head["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
+
+
+def test_an_answer_of_which_only_a_part_has_come_holds_up_no_other(app, monkeypatch):
+    """Flower waits minutes for the rest where the sender was killed as it sent it."""
+    monkeypatch.setattr(flower, "_PATIENCE", 0.2)
+    rest = threading.Event()
+
+    def answers(message):
+        node = message.metadata.dst_node_id
+        assert node != 7 or rest.wait(60)
+        return answer_of(message, f"I am {node}")
+
+    link = GridLink(Grid(answers))
+    sent = link.send({node: Parcel({"kind": "hello"}) for node in (7, 8)}, 60)
+    assert [sent[message] for message, _ in link.answers(sent)] == [8]
+    left = [message for message, node in sent.items() if node == 7]
+    began = time.monotonic()
+    assert [*link.answers(left)] == [] and time.monotonic() - began < 0.2
+    rest.set()
+    while not (found := [*link.answers(left)]):
+        assert time.monotonic() - began < 60
+    [(message, answer)] = found
+    assert message == left[0] and opened(answer).head["said"] == "I am 7"
