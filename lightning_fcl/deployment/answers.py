@@ -18,6 +18,7 @@ from lightning_fcl.deployment.decoding import Sealed, array_of, check_bytes, hea
 from lightning_fcl.deployment.parcel import RefusedError, check_entries, check_names, check_same
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.faults import change_of, times_moved
 from lightning_fcl.federation.reductions import Reduction
 
 MOST = 2**31 - 1
@@ -236,23 +237,16 @@ def check_sizes(state: State, start: State, mean: set[str], largest: float, send
 
     Numbers that are not finite are left out: those of the server's are no fault of a client's.
     """
-    moved = size = 0.0
-    for name, value in state.items():
-        begun = start[name]
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        sound = (value != begun) & torch.isfinite(begun) & torch.isfinite(value)
-        change = (value.to(wide) - begun.to(wide)).where(sound, 0).abs()
-        squares = float(change.square().sum())
-        most = _FURTHEST.get(value.dtype, _SQUARES)
+    changes = {name: change_of(start[name], value) for name, value in state.items()}
+    for name, squares in changes.items():
+        most = _FURTHEST.get(state[name].dtype, _SQUARES)
         if not squares <= most:
             raise RefusedError(
                 f"Expected `{name}` of {sender} to be at most {math.sqrt(most):.2g} from the server's but it is "
                 f"{math.sqrt(squares):.2g}, with which sums overflow. Lower its learning rate."
             )
-        if name in mean and value.is_floating_point():
-            moved += squares
-            size += float(begun.double().where(torch.isfinite(begun), 0).square().sum())
-    times = math.sqrt(moved) / max(math.sqrt(size), 1.0)
+    averaged = {n: squares for n, squares in changes.items() if n in mean and state[n].is_floating_point()}
+    times = times_moved(averaged, start)
     if not times <= largest:
         raise RefusedError(
             f"Expected an update of {sender} of at most {largest:g} times the larger of the server's norm and 1 but it "

@@ -52,8 +52,8 @@ class Terms:
         join_seconds: Seconds that a server waits for so many clients to be there, or to answer.
         message_bytes: Bytes that the tensors of a message may have.
         most_samples: Samples that a client counts as in a round at most; 0: as many as it said when it joined.
-        largest_update: How far a client may move the model: so many times the larger of the norm of the server's
-            entries that are averaged and 1.
+        largest_update: How far a client may move the model, and a round the server: so many times the larger of the
+            norm of the server's entries that are averaged and 1.
     """
 
     clients_at_least: int = 1
@@ -276,5 +276,6 @@ def deploy(trainer: L.Trainer, strategy: FederatedStrategy, nodes: Nodes) -> Non
     strategy.cohort_size = 1
     strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
     strategy.server.compression = None  # uploads come as the server decodes them
+    strategy.server.largest_update = nodes.terms.largest_update
     strategy.new_round = nodes.round
     callbacks.append(nodes.identity)

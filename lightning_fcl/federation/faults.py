@@ -1,7 +1,8 @@
-"""Numbers that are not finite: which clients send such, and whether the server has some."""
+"""Numbers that are not finite, or far from those before: which clients send such, and whether the server has some."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -53,3 +54,33 @@ def check_still_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
     odd = [name for name, value in after.items() if value is not before[name] and not torch.isfinite(value.sum())]
     when = "when a round's uploads have come together. Go on from the checkpoint before it, with other reductions"
     check_finite(after, [name for name in odd if torch.isfinite(before[name]).all()], when)
+
+
+def change_of(before: Tensor, after: Tensor) -> float:
+    """The sum of the squares by which numbers have changed, where they are finite on both sides."""
+    wide = torch.complex128 if after.is_complex() else torch.float64
+    sound = (after != before) & torch.isfinite(before) & torch.isfinite(after)
+    return float((after.to(wide) - before.to(wide)).where(sound, 0).abs().square().sum())
+
+
+def times_moved(changes: Mapping[str, float], before: Mapping[str, Tensor]) -> float:
+    """How far entries have moved together: so many times the larger of their norm and 1.
+
+    Args:
+        changes: Of each entry, see `change_of`.
+        before: The state from which they have.
+    """
+    size = sum(float(before[n].double().where(torch.isfinite(before[n]), 0).square().sum()) for n in changes)
+    return math.sqrt(sum(changes.values())) / max(math.sqrt(size), 1.0)
+
+
+def check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Sequence[str], most: float) -> None:
+    """Refuse what a round comes to if it is further from the server than so many times the larger of its norm and 1."""
+    same = [name for name in names if before[name].shape == after[name].shape]
+    times = times_moved({name: change_of(before[name], after[name]) for name in same}, before)
+    if not times <= most:
+        raise ValueError(
+            f"Expected a round to move the server by at most {most:g} times the larger of its norm and 1 but it would "
+            f"by {times:.3g} times. Go on from the checkpoint before it, with other reductions, a lower learning rate "
+            "of `server_optimizer`, or a larger `largest-update` of the run's configuration."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_fcl.federation.aggregation import (
 )
 from lightning_fcl.federation.client_store import UNSENT, ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression, transmit
-from lightning_fcl.federation.faults import check_finite, find_faults
+from lightning_fcl.federation.faults import check_finite, check_moved, find_faults
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer, settings_of
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.record import DIVERGED, RoundRecord
@@ -80,6 +81,7 @@ class FederatedServer:
             client_weights = {str(client): weight for client, weight in client_weights.items()}
         self.client_weights: ClientWeights = client_weights
         self.compression = compression
+        self.largest_update = math.inf  # how far a round may move it: so many times the larger of its norm and 1
         self.state: State = {}
         self.numbers: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
         self.extra: State = {}  # entries beside the module's, from round to round
@@ -291,6 +293,10 @@ class FederatedServer:
             aggregate = self._server_optimizer.step(self.state, aggregate)
             when = "after its optimizer's step. Lower the learning rate of `server_optimizer`"
             check_finite(aggregate, self._learnt, when)
+        if self.largest_update < math.inf:
+            rules = {n: of for n, of in self.reductions.items() if of.up and of.down and of.name != "sum"}
+            moving = [name for name in rules if self.state[name].is_floating_point()]
+            check_moved(self.state, aggregate, moving, self.largest_update)
         self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
         self._offer(aggregate)
         self.store.end_round()

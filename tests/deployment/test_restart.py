@@ -3,9 +3,9 @@
 import sys
 
 import pytest
-import torch
 
 from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.federation.aggregation import entries
 
 from .recipes import REPLAY
 
@@ -112,7 +112,7 @@ import torch
 
 from lightning_fcl.federation.reductions import Gather, Reduction
 
-sound = [100]
+sound, divisor = [100], [0]
 
 
 class Bursts(Reduction):
@@ -124,26 +124,38 @@ class Bursts(Reduction):
 
 def mean(rows, server):
     sound[0] -= 1
-    return {name: torch.stack(row).mean(dim=0) / (1 if sound[0] >= 0 else 0) for name, row in rows.items()}
+    return {name: torch.stack(row).mean(dim=0) / (1 if sound[0] >= 0 else divisor[0]) for name, row in rows.items()}
 """
 
 
 @pytest.mark.seconds
-def test_a_server_that_is_not_finite_is_not_written_over_its_last_good_checkpoint(
-    rehearsal, wire, same, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("divisor", "message"),
+    [
+        (0, r"of finite numbers but .* is not finite when a round's uploads have come"),
+        (
+            1e-6,
+            r"^Expected a round to move the server by at most 1000 times the larger of its norm and 1 but",
+        ),
+    ],
+)
+def test_a_server_that_is_not_finite_or_far_off_is_not_written_over_its_last_good_checkpoint(
+    divisor, message, rehearsal, wire, same, tmp_path, monkeypatch
 ):
     """It goes on from there once its reduction is mended."""
     (tmp_path / "bursts.py").write_text(BURSTS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bursts", raising=False)
     bursts = {"cohort_size": 1, "reductions": {"*": {"class_path": "bursts.Bursts"}}}
     one = rehearsal({"trainer": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": bursts}}})
     simulated, nodes = one.simulate(), [one.node(client) for client in one.clients]
-    sound = sys.modules["bursts"].sound
-    sound[0] = 2
-    with pytest.raises(ValueError, match=r"of finite numbers but .* is not finite when a round's uploads have come"):
+    made = sys.modules["bursts"]
+    made.sound[0], made.divisor[0] = 2, divisor
+    with pytest.raises(ValueError, match=message):
         one.serve(wire(nodes), clients_at_least=3)
-    assert all(torch.isfinite(value).all() for value in one.weights().values())
-    sound[0] = 100
+    simulated_to = max(value.abs().max() for value in entries(simulated.model).values())
+    assert all((value.abs() <= 10 * simulated_to).all() for value in one.weights().values())
+    made.sound[0] = 100
     link = wire(nodes)
     deployed = one.serve(link, clients_at_least=3)
     assert min(parcel.head["round"] for _, parcel in link.asked) == 2

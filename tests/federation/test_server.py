@@ -222,3 +222,16 @@ def test_an_upload_without_them():
     message = "Expected clients' states with `Method.counts`, `Method.prototypes`, which travel up, but they have none."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         server.upload([ClientRound("a", round=0, samples=1)], states)
+
+
+def test_how_far_a_round_moves_the_server_is_limited_but_for_sums():
+    server, module = make_server()
+    server.largest_update = 2.0
+    counts = {**SENT, "Method.counts": SENT["Method.counts"] * 1e9}
+    _, result = one_round(server, module, sent=counts)
+    assert result["Method.counts"][1] == 7e9
+    server.largest_update = 0.01
+    with pytest.raises(ValueError, match=r"^Expected a round to move the server by at most 0\.01 times the larger of"):
+        one_round(server, module)
+    assert all(torch.equal(value, server.state[name]) for name, value in module.state_dict().items())
+    assert torch.equal(server.extra["Method.counts"], result["Method.counts"])
