@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fcl.deployment.changes import CHANGED, VALUES, restored
 from lightning_fcl.deployment.decoding import Sealed, array_of, check_bytes, head_of, refusing
-from lightning_fcl.deployment.parcel import RefusedError, check_entries, check_names, check_same
+from lightning_fcl.deployment.parcel import RefusedError, check_form, check_names, check_same
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.faults import change_of, times_moved
@@ -191,11 +191,12 @@ def upload_of(
         if samples == 0:
             return Upload(0)
         rehearsed = whole(head, "rehearsed", 0, limits.most_rehearsed, _MORE)
-        check_forms(types, known, who)
+        check_types(types, known, who)
         state = {name: array_of(name, data, types[name]) for name, data in sealed.arrays.items()}
         start = {name: reductions[name].start(value).detach().cpu() for name, value in known.items()}
         upload = restored(state, start)
-        check_entries(upload, known, who, finite=False)  # the server drops whoever diverges
+        for name, value in upload.items():
+            check_form(name, value, known[name], who)
         mean = {name for name in known if reductions[name].name == "mean"}
         check_sizes(upload, start, mean, limits.largest_update, who)
         check_room(upload, {n: v for n, v in known.items() if reductions[n].name == "sum"}, limits.clients, who)
@@ -217,7 +218,7 @@ def check_bound(head: Mapping[str, Any], sent: Mapping[str, Any], client: str) -
             )
 
 
-def check_forms(types: Mapping[str, object], known: Mapping[str, Tensor], sender: str) -> None:
+def check_types(types: Mapping[str, object], known: Mapping[str, Tensor], sender: str) -> None:
     """Refuse arrays that are not each entry once, whole or what has changed of it, in its type."""
     wanted: dict[str, torch.dtype] = {}
     for name, value in known.items():

@@ -14,7 +14,7 @@ from lightning_fcl import __version__
 from lightning_fcl.deployment.answers import BOUND, name_of, normal
 from lightning_fcl.deployment.decoding import reason_of
 from lightning_fcl.deployment.outline import Outline
-from lightning_fcl.deployment.own_data import read_data, take_data
+from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
 from lightning_fcl.deployment.parcel import Parcel, RefusedError, check_same, digest
 from lightning_fcl.deployment.recipe import build, fingerprint
 from lightning_fcl.deployment.train_client import train_client
@@ -54,8 +54,9 @@ class Node:
             return Parcel({**head, "refused": reason_of(said)})
 
     def _hello(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
-        own_folder(self._folder, name_of(parcel.head, "federation"), self.client)
-        samples = len(read_data(self._data).samples)  # who has none says so now
+        own = own_folder(self._folder, name_of(parcel.head, "federation"), self.client)
+        own.mkdir(parents=True, exist_ok=True)
+        samples = count_samples(self._data, own / "data.json")  # who has none says so now
         return {"samples": samples, "held": self._held(parcel.head.get("held", []))}, {}
 
     def _held(self, names: Sequence[str]) -> str:

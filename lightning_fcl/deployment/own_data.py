@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
+from lightning_fcl import __version__
 from lightning_fcl.data.batches import joined
 from lightning_fcl.data.data_module import TRANSFER_HOOKS, lend_hooks
 from lightning_fcl.data.datasets.files import check_arrays, read_arrays
@@ -27,8 +31,9 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.deployment.outline import Outline, client_plan
 from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.errors import require
-from lightning_fcl.evaluation.files import replacing
+from lightning_fcl.evaluation.files import replacing, write_whole
 from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.hub.reading import LIMIT
 
 _KINDS = {"x": "iuf", "y": "biufU", "group": "iuU", "classes": "U", "mean": "f", "std": "f"}
 _KINDS |= {"rounds": "biu", "part": "U"}
@@ -84,6 +89,48 @@ def read_data(where: str | Path) -> OwnData:
             f"Expected the data of this node at {where} but {str(error).rstrip('.')}. Name an .npz file, a folder "
             'of images, or a DataModule, in its node config: --node-config \'client="a" data="a.npz"\'.'
         ) from error
+
+
+def count_samples(where: str, note: Path) -> int:
+    """How many samples a machine has, of whose files a note is kept: they are read again when they have changed.
+
+    Args:
+        where: As in `read_data`.
+        note: Where the note is.
+
+    Raises:
+        RefusedError: If they cannot be read.
+    """
+    stamp = _stamp(where)
+    if not stamp:
+        return len(read_data(where).samples)
+    noted: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
+    if noted.get("stamp") != stamp:
+        noted = {"stamp": stamp}
+        try:
+            noted["samples"] = len(read_data(where).samples)
+        except RefusedError as error:
+            if _may_pass(error):
+                raise
+            noted["refused"] = str(error)
+        write_whole(note, json.dumps(noted))
+    if "refused" in noted:
+        raise RefusedError(noted["refused"])
+    return int(noted["samples"])
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether an error may be over with the files as they are: it is the disk's, or that of a package."""
+    own = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is not None)
+    return error is not None and (own or _may_pass(error.__cause__))
+
+
+def _stamp(where: str) -> str:
+    """What tells files from those that were there before; "" where nothing does."""
+    path = Path(where)
+    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+    told = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((__version__, os.environ.get(LIMIT), told)).encode()).hexdigest() if told else ""
 
 
 def _read_file(path: Path) -> OwnData:

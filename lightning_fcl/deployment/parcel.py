@@ -89,15 +89,19 @@ def check_names(sent: Iterable[str], wanted: Iterable[str], entries: int, sender
         )
 
 
-def check_entries(state: Mapping[str, Tensor], known: Mapping[str, Tensor], sender: str, finite: bool = True) -> None:
-    """Refuse a state that is not of these entries."""
+def check_entries(state: Mapping[str, Tensor], known: Mapping[str, Tensor], sender: str) -> None:
+    """Refuse a state that is not of these entries, or not finite where they are."""
     check_names(state, known, len(known), sender)
     for name, value in state.items():
-        wanted = known[name]
-        if value.shape != wanted.shape or value.dtype != wanted.dtype:
-            raise RefusedError(
-                f"Expected `{name}` of {sender} to be {wanted.dtype} of shape {tuple(wanted.shape)} but got "
-                f"{value.dtype} of shape {tuple(value.shape)}. Deploy one recipe everywhere."
-            )
-        if finite and not torch.isfinite(value).all() and torch.isfinite(wanted).all():
+        check_form(name, value, known[name], sender)
+        if not torch.isfinite(value).all() and torch.isfinite(known[name]).all():
             raise RefusedError(f"Expected `{name}` of {sender} to be finite but some of its numbers are not.")
+
+
+def check_form(name: str, value: Tensor, wanted: Tensor, sender: str) -> None:
+    """Refuse an entry of another type or shape."""
+    if value.shape != wanted.shape or value.dtype != wanted.dtype:
+        raise RefusedError(
+            f"Expected `{name}` of {sender} to be {wanted.dtype} of shape {tuple(wanted.shape)} but got "
+            f"{value.dtype} of shape {tuple(value.shape)}. Deploy one recipe everywhere."
+        )

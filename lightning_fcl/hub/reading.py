@@ -8,7 +8,8 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 AGAIN = "Delete this copy and get the file again."
 
-_LIMIT = "LIGHTNING_FCL_MAX_BYTES"
+LIMIT = "LIGHTNING_FCL_MAX_BYTES"
+"""The environment variable that sets how many bytes a file may hold once read."""
 _LEAST, _RATIO = 2_000_000_000, 20
 
 
@@ -40,12 +41,12 @@ def check_size(size: int, packed: int = 0) -> None:
     That is above the larger of 2 GB and 20 times the file, or above the environment variable
     ``LIGHTNING_FCL_MAX_BYTES`` where it is set.
     """
-    setting = os.environ.get(_LIMIT)
+    setting = os.environ.get(LIMIT)
     if setting and not setting.isdecimal():
-        raise ValueError(f"{_LIMIT}={setting}, which is no number of bytes")
+        raise ValueError(f"{LIMIT}={setting}, which is no number of bytes")
     limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
     if size > limit:
-        raise ValueError(f"{size} bytes once read, above the limit of {limit} (set {_LIMIT} to raise it)")
+        raise ValueError(f"{size} bytes once read, above the limit of {limit} (set {LIMIT} to raise it)")
 
 
 def check_members(archive: ZipFile, packed: int) -> None:

@@ -1,0 +1,72 @@
+"""What a node notes of its data, so that it need not read them as often as it is asked who it is."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_fcl.deployment import own_data
+from lightning_fcl.deployment.own_data import count_samples
+from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.hub.reading import reading
+
+
+def save(path, samples):
+    np.savez(path, x=np.zeros((samples, 3), np.float32), y=np.array(["a"] * samples))
+
+
+def overwrite(path, content):
+    """Other bytes, by which the file is still as large and as old."""
+    told = path.stat()
+    path.write_bytes(content[: told.st_size].ljust(told.st_size, b"\0"))
+    os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
+
+
+def test_a_file_is_read_again_only_when_it_has_changed(tmp_path, monkeypatch):
+    path, note = tmp_path / "own.npz", tmp_path / "note.json"
+    save(path, 4)
+    whole = path.read_bytes()
+    assert count_samples(str(path), note) == 4
+    overwrite(path, b"no numbers")
+    assert count_samples(str(path), note) == 4  # it has not looked
+    path.write_bytes(b"no numbers")
+    for content in (b"no numbers", whole):  # it has looked once
+        with pytest.raises(RefusedError, match=r"own\.npz .* but got: "):
+            count_samples(str(path), note)
+        overwrite(path, content)
+    save(path, 5)
+    assert count_samples(str(path), note) == 5
+    monkeypatch.setenv("LIGHTNING_FCL_MAX_BYTES", "10")
+    with pytest.raises(RefusedError, match="above the limit of 10"):
+        count_samples(str(path), note)
+    monkeypatch.delenv("LIGHTNING_FCL_MAX_BYTES")
+    assert count_samples(str(path), note) == 5
+
+
+def test_what_is_not_there_or_cannot_be_read_for_now_is_looked_for_each_time(tmp_path, monkeypatch):
+    path, note = tmp_path / "own.npz", tmp_path / "note.json"
+    with pytest.raises(RefusedError, match="there is no file"):
+        count_samples(str(path), note)
+    save(path, 4)
+
+    def broken(path):
+        with reading(path, "to be read"):
+            raise OSError(errno.EIO, "the disk is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(own_data, "_read_file", broken)
+        with pytest.raises(RefusedError, match="the disk is away"):
+            count_samples(str(path), note)
+    assert count_samples(str(path), note) == 4
+
+
+def test_a_folder_of_images_has_changed_with_any_of_them(tmp_path):
+    photos, note = tmp_path / "photos", tmp_path / "note.json"
+    (photos / "cat").mkdir(parents=True)
+    for number in range(3):
+        Image.effect_noise((8, 8), 40).save(photos / "cat" / f"{number}.png")
+        assert count_samples(str(photos), note) == number + 1
+    (photos / "cat" / "0.png").unlink()
+    assert count_samples(str(photos), note) == 2
