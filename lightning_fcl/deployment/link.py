@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,12 +44,17 @@ class Link(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A node that is not let in: the client that it says it is, "" where it has not said so, and why not."""
+@dataclass
+class Seen:
+    """What is known of a node that is connected."""
 
-    client: str
-    why: str
+    key: str
+    client: str = ""  # that it says it is
+    why: str = ""  # it is not let in
+    there: bool = False  # whether it is let in
+    alike: bool = False  # whether it has what never travels as the server has it
+    asked: float = -math.inf  # when it was asked last who it is
+    message: str = ""  # that asked it, and has no answer yet
 
 
 class Members:
@@ -67,13 +73,7 @@ class Members:
         self._seconds = seconds
         self._claimed = claimed
         self._hello, self._held = Parcel({}), ""
-        self._clients: dict[int, str] = {}
-        self._refused: dict[int, Refusal] = {}
-        self._asked: dict[int, float] = {}  # when each node was asked last who it is
-        self._greetings: dict[str, int] = {}  # the messages that have no answer yet, and to which node they went
-        self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
-        self.claims: dict[str, list[str]] = {}  # of clients that several nodes say they are, these: first who is let in
-        self._keys: Mapping[int, str] = {}
+        self._nodes: dict[int, Seen] = {}
         self.names: dict[str, str] = {}  # the clients', each by what it may be taken for
         self.samples: dict[str, int] = {}  # how many each client says it has
 
@@ -81,7 +81,7 @@ class Members:
         """What nodes are asked in this round; all of them where something else never travels."""
         self._hello = Parcel(hello)
         if held != self._held:
-            self._held, self._clients, self._refused, self._asked, self._greetings = held, {}, {}, {}, {}
+            self._held, self._nodes = held, {}
 
     def reach(self, wanted: Iterable[str], needed: int) -> dict[str, int]:
         """The nodes of clients that are there: as soon as there are enough, all that are."""
@@ -90,10 +90,11 @@ class Members:
             there = self.meet()
             found = {client: there[client] for client in wanted if client in there}
             over = time.monotonic() > ends
-            if len(found) >= needed and (over or self._refused.keys() >= {*self._greetings.values()}):
+            unheard = any(one.message and not one.why for one in self._nodes.values())
+            if len(found) >= needed and (over or not unheard):
                 return found
             if over:
-                reasons = "; ".join(dict.fromkeys(refusal.why for refusal in self._refused.values()))
+                reasons = "; ".join(dict.fromkeys(one.why for one in self._nodes.values() if one.why))
                 raise RuntimeError(
                     f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._seconds:g} s but got "
                     f"{', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}. Start their nodes, or lower "
@@ -107,57 +108,70 @@ class Members:
 
     def meet(self) -> dict[str, int]:
         """The clients that are there now, and their nodes; those that are new, or were refused, are asked."""
-        self._keys = self._link.nodes()
-        now, connected = time.monotonic(), self._keys.keys()
-        self._clients = {node: client for node, client in self._clients.items() if node in connected}
-        self._refused = {node: refusal for node, refusal in self._refused.items() if node in connected}
-        self._asked = {node: when for node, when in self._asked.items() if node in connected}
-        self._greetings = {message: node for message, node in self._greetings.items() if node in connected}
-        for message, answer in [*self._link.answers(self._greetings)] if self._greetings else ():
-            self._welcome(self._greetings.pop(message), answer)
-        for message, node in [*self._greetings.items()]:
-            if now - self._asked[node] > HELLO_SECONDS:
-                self._welcome(self._greetings.pop(message), Sealed(failed=f"no answer within {HELLO_SECONDS:g} s"))
-        strange = connected - self._clients.keys() - {*self._greetings.values()}
-        due = [node for node in sorted(strange) if now - self._asked.get(node, -AGAIN_SECONDS) >= AGAIN_SECONDS]
-        if due:
-            self._asked |= dict.fromkeys(due, now)
-            self._greetings |= self._link.send(dict.fromkeys(due, self._hello), HELLO_SECONDS)
-        self.claims = {}
-        for node, client in self._clients.items():
-            also = [other for other, refusal in self._refused.items() if refusal.client == client]
-            if also:
-                self.claims[client] = [str(one) for one in (node, *also)]
-        return {client: node for node, client in self._clients.items()}
+        now = time.monotonic()
+        self._nodes = {node: self._nodes.get(node) or Seen(key) for node, key in self._link.nodes().items()}
+        waiting = {one.message: node for node, one in self._nodes.items() if one.message}
+        for message, answer in [*self._link.answers(waiting)] if waiting else ():
+            self._welcome(waiting[message], answer)
+        for node, one in self._nodes.items():
+            if one.message and now - one.asked > HELLO_SECONDS:
+                self._welcome(node, Sealed(failed=f"no answer within {HELLO_SECONDS:g} s"))
+        strange = [node for node, one in sorted(self._nodes.items()) if not (one.there or one.message)]
+        due = [node for node in strange if now - self._nodes[node].asked >= AGAIN_SECONDS]
+        for node in due:
+            self._nodes[node].asked = now
+        for message, node in (self._link.send(dict.fromkeys(due, self._hello), HELLO_SECONDS) if due else {}).items():
+            self._nodes[node].message = message
+        return self._there()
+
+    def _there(self) -> dict[str, int]:
+        """The clients that are let in, and their nodes."""
+        return {one.client: node for node, one in self._nodes.items() if one.there}
+
+    @property
+    def alike(self) -> set[int]:
+        """The nodes that have what never travels as the server has it."""
+        return {node for node, one in self._nodes.items() if one.alike}
+
+    @property
+    def claims(self) -> dict[str, list[str]]:
+        """Of clients that several nodes say they are, these: first who is let in."""
+        said = {client: [node] for client, node in self._there().items()}
+        for node, one in self._nodes.items():
+            if not one.there and one.client in said:
+                said[one.client].append(node)
+        return {client: [*map(str, nodes)] for client, nodes in said.items() if len(nodes) > 1}
 
     def _welcome(self, node: int, answer: Sealed) -> None:
-        greeting, before = greeting_of(answer, self._recipe), self._refused.get(node, Refusal("", ""))
-        client, fault = before.client if answer.failed else greeting.client, greeting.fault
-        known, same = self.names.get(normal(client), client), [n for n, c in self._clients.items() if c == client]
-        if not fault and client != known:
-            fault = f"Expected the name {known} but got {client}, which is the same once Unicode is normalised."
-        if not fault and (was := self._claimed.get(self._keys[node], client)) != client:
-            fault = f"Expected node {node} to be client {was}, as its key has been, but it says {client}."
-        if not fault and same:
-            fault = (
-                f"Expected one node for each client but got two for {client}: node {same[0]} has it, and node {node} "
+        one, greeting = self._nodes[node], greeting_of(answer, self._recipe)
+        before, one.message = (one.client, one.why), ""
+        one.client = one.client if answer.failed else greeting.client
+        one.why = greeting.fault or self._fault(node, one)
+        if one.why:
+            if (one.client, one.why) != before:
+                log.warning("Refused node %d (client %s): %s", node, one.client or "unknown", one.why)
+            return
+        one.there, one.alike = True, greeting.held == self._held
+        self._claimed[one.key] = one.client
+        self.samples[one.client] = greeting.samples
+        log.info("Client %s, which says that it has %d samples, is on node %d.", one.client, greeting.samples, node)
+
+    def _fault(self, node: int, one: Seen) -> str:
+        """Why a node may not be the client that it says it is; "": it may."""
+        client, has = one.client, self._there().get(one.client)
+        known, was = self.names.get(normal(client), client), self._claimed.get(one.key, client)
+        if client != known:
+            return f"Expected the name {known} but got {client}, which is the same once Unicode is normalised."
+        if client != was:
+            return f"Expected node {node} to be client {was}, as its key has been, but it says {client}."
+        if has is not None:
+            return (
+                f"Expected one node for each client but got two for {client}: node {has} has it, and node {node} "
                 f"says that it is {client}, too. Give each its own `client` in the node config. If it was started "
                 "again, it is let in when the one before is no longer connected."
             )
-        if fault:
-            self._refused[node] = Refusal(client, fault)
-            if self._refused[node] != before:
-                log.warning("Refused node %d (client %s): %s", node, client or "unknown", fault)
-            return
-        self._refused.pop(node, None)
-        self._clients[node] = self._claimed[self._keys[node]] = client
-        self.samples[client] = greeting.samples
-        if greeting.held == self._held:
-            self.alike.add(node)
-        else:
-            self.alike.discard(node)
-        log.info("Client %s, which says that it has %d samples, is on node %d.", client, greeting.samples, node)
+        return ""
 
     def why_not(self, client: str) -> str:
         """Why a client is not among those that are there."""
-        return next((one.why for one in self._refused.values() if one.client == client), "not connected")
+        return next((one.why for one in self._nodes.values() if one.why and one.client == client), "not connected")
