@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,10 +29,9 @@ def changes(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
             found[name] = value
             continue
         changed = (_bits(value) != _bits(known.to(value.device))).flatten()
-        values = value.flatten()[changed]
-        mask = _packed(changed)
-        less = values.nbytes + mask.nbytes < value.nbytes
-        found |= {name + CHANGED: mask, name + VALUES: values} if less else {name: value}
+        values, mask = value.flatten()[changed], np.packbits(changed.cpu().numpy(), bitorder="little")
+        parts = {name + CHANGED: torch.from_numpy(mask), name + VALUES: values}
+        found |= parts if values.nbytes + mask.nbytes < value.nbytes else {name: value}
     return found
 
 
@@ -50,9 +50,12 @@ def restored(sent: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
             raise RefusedError(
                 f"Expected all that has changed of `{plain}`, which was sent to clients, but got a part."
             )
-        changed = _unpacked(value, known.numel())
-        if changed is None or values.dim() != 1 or len(values) != int(changed.sum()) or values.dtype != known.dtype:
-            raise RefusedError(f"Expected what has changed of `{plain}` to fit its {known.numel()} numbers.")
+        size = known.numel()
+        fits = value.dtype == torch.uint8 and value.shape == (-(-size // 8),) and values.dtype == known.dtype
+        flags = np.unpackbits(value.numpy(), count=size, bitorder="little") if fits else np.empty(0, np.uint8)
+        if not fits or values.shape != (flags.sum(),):
+            raise RefusedError(f"Expected what has changed of `{plain}` to fit its {size} numbers.")
+        changed = torch.from_numpy(flags).bool()
         whole = known.detach().cpu().flatten().clone()
         whole[changed] = values
         found[plain] = whole.view(known.shape)
@@ -62,17 +65,3 @@ def restored(sent: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
 def _bits(value: Tensor) -> Tensor:
     """Numbers by their bits: 0 and -0 differ, and a NaN is itself."""
     return value.contiguous().view(_BITS[value.element_size()])
-
-
-def _packed(flags: Tensor) -> Tensor:
-    eights = torch.zeros(-(-len(flags) // 8) * 8, dtype=torch.uint8, device=flags.device)
-    eights[: len(flags)] = flags
-    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (eights.view(-1, 8) * powers).sum(dim=1, dtype=torch.uint8)
-
-
-def _unpacked(mask: Tensor, number: int) -> Tensor | None:
-    if mask.dtype != torch.uint8 or mask.shape != (-(-number // 8),):
-        return None
-    flags = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return flags.flatten()[:number].bool()

@@ -131,7 +131,6 @@ def client_app(folder: Path) -> ClientApp:
     Flower's simulation, whose nodes have none, the run's configuration names the ``clients`` and their ``data-folder``.
     """
     app: ClientApp = require("flwr.clientapp", *_FOR).ClientApp()
-    nodes: dict[tuple[str, str], Node] = {}
     sys.path.append(str(folder))  # classes of the recipe that lie beside it
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # else each round says that there is no GPU
 
@@ -145,9 +144,7 @@ def client_app(folder: Path) -> ClientApp:
             parcel = opened(sealed_of(message.content), int(context.run_config.get("message-bytes", BYTES)))
         except RefusedError as error:
             return Parcel({"refused": str(error)})
-        if (client, data) not in nodes:
-            nodes[client, data] = Node(read_recipe(folder / RECIPE), client, data, memories)
-        return nodes[client, data].answer(parcel)
+        return Node(read_recipe(folder / RECIPE), client, data, memories).answer(parcel)
 
     app.query()(answer)
     app.train()(answer)
@@ -198,14 +195,8 @@ def server_app(folder: Path) -> ServerApp:
 
         end_with_parent()
         said = context.run_config
-        terms = Terms(
-            int(said.get("clients-at-least", 1)),
-            float(said.get("round-seconds", 600.0)),
-            float(said.get("join-seconds", 600.0)),
-            int(said.get("message-bytes", BYTES)),
-            int(said.get("most-samples", Terms.most_samples)),
-            float(said.get("largest-update", Terms.largest_update)),
-        )
+        told = {name: said[name.replace("_", "-")] for name in vars(Terms()) if name.replace("_", "-") in said}
+        terms = Terms(**{name: type(vars(Terms())[name])(value) for name, value in told.items()})
         logging.getLogger("lightning_fcl").setLevel(logging.INFO)
         data = str(said.get("data", "")) or None
         out = Path(str(said.get("out", "runs/deployed")))

@@ -187,6 +187,21 @@ def same():
     return equal
 
 
+HASTE = """
+import sys
+import time
+
+import flwr.common.constant as constant
+
+constant.HEARTBEAT_MIN_INTERVAL = constant.HEARTBEAT_DEFAULT_INTERVAL = {beat}
+constant.HEARTBEAT_CALL_TIMEOUT = {beat} / 2
+constant.MAX_RETRY_DELAY = 1
+if any(word.endswith("flower-supernode") for word in sys.orig_argv):
+    wait = time.sleep
+    time.sleep = lambda seconds: wait(min(seconds, 0.2))
+"""
+
+
 class Machines:
     """A SuperLink, SuperNodes and their residents as processes on loopback, all of which are ended."""
 
@@ -198,6 +213,7 @@ class Machines:
         self.bin = Path(sys.executable).parent
         self.environment = os.environ | {
             "FLWR_HOME": str(folder / "flwr"),
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             "FLWR_TELEMETRY_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
             "PATH": f"{self.bin}:{os.environ['PATH']}",
@@ -234,12 +250,16 @@ class Machines:
         at = ["--runtime-api-address", f"127.0.0.1:{self.ports[name]}"]
         self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
 
-    def beat(self, seconds):
-        """Let nodes say that they are there more often, and be taken for gone sooner, than Flower's 30 s lets them."""
-        (self.folder / "beats").mkdir()
-        patch = f"import flwr.common.constant as constant\n\nconstant.HEARTBEAT_DEFAULT_INTERVAL = {seconds}\n"
-        (self.folder / "beats" / "sitecustomize.py").write_text(patch)
-        self.environment["PYTHONPATH"] = f"{self.folder / 'beats'}:{self.environment['PYTHONPATH']}"
+    def sends(self, name):
+        """Whether a SuperNode has begun to send an answer, and not ended."""
+        log = (self.folder / f"{name}.log").read_text()
+        return log.rfind("Sending: ") > log.rfind("Sent successfully")
+
+    def hasten(self, beat):
+        """Let Flower look for messages more often than every 3 s, and notice within two beats that somebody is gone."""
+        (self.folder / "haste").mkdir()
+        (self.folder / "haste" / "sitecustomize.py").write_text(HASTE.format(beat=beat))
+        self.environment["PYTHONPATH"] = f"{self.folder / 'haste'}:{self.environment['PYTHONPATH']}"
 
     def flwr(self, *words, check=True):
         command = [str(self.bin / "flwr"), *map(str, words)]
@@ -318,7 +338,7 @@ def connect(rehearsal, machines):
     def made(recipe, beat=None):
         one, at = rehearsal(recipe), machines()
         if beat is not None:
-            at.beat(beat)
+            at.hasten(beat)
         simulated = one.simulate()
         at.link()
         for client in one.clients:

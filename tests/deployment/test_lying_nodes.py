@@ -76,6 +76,7 @@ def test_each_kind_of_lie_over_a_superlink_is_named_and_changes_nothing(rehearsa
     app = one.app()
     (app / "client_app.py").write_text(CLIENT)
     shutil.copy(Path(lies.__file__), app)
+    at.hasten(10)
     at.link()
     for client in one.clients:
         at.node(client, one.config(client))
