@@ -1,21 +1,12 @@
 """A recipe in a folder, its simulation, and the same as a server and nodes in this process, messages as on the wire."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-import lightning_fcl
 from lightning_fcl.deployment.app import write_app
 from lightning_fcl.deployment.decoding import opened
 from lightning_fcl.deployment.flower import record_of, sealed_of
@@ -27,6 +18,8 @@ from lightning_fcl.deployment.serve import serve
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
 from lightning_fcl.running.fit import resolve_recipe, run
+
+from .machines import Machines
 
 if find_spec("flwr") is None:  # the extra `flower` is not installed
     collect_ignore_glob = ["test_*"]
@@ -185,136 +178,6 @@ def same():
         return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
     return equal
-
-
-HASTE = """
-import sys
-import time
-
-import flwr.common.constant as constant
-
-constant.HEARTBEAT_MIN_INTERVAL = constant.HEARTBEAT_DEFAULT_INTERVAL = {beat}
-constant.HEARTBEAT_CALL_TIMEOUT = {beat} / 2
-constant.MAX_RETRY_DELAY = 1
-if any(word.endswith("flower-supernode") for word in sys.orig_argv):
-    wait = time.sleep
-    time.sleep = lambda seconds: wait(min(seconds, 0.2))
-"""
-
-
-class Machines:
-    """A SuperLink, SuperNodes and their residents as processes on loopback, all of which are ended."""
-
-    def __init__(self, folder, words=("--insecure",), trust=("--insecure",)):
-        self.folder, self.trust, self.running, self.ports = folder, list(trust), {}, {}
-        self.words = list(words)
-        self.port = free_port()
-        self.address = f"127.0.0.1:{self.port}"
-        self.bin = Path(sys.executable).parent
-        self.environment = os.environ | {
-            "FLWR_HOME": str(folder / "flwr"),
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "OMP_NUM_THREADS": "1",
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]),
-        }
-
-    def start(self, name, *words):
-        with (self.folder / f"{name}.log").open("a") as log:
-            options = {"stdout": log, "stderr": log, "env": self.environment, "cwd": self.folder}
-            command = [str(self.bin / words[0]), *map(str, words[1:])]
-            self.running[name] = subprocess.Popen(command, start_new_session=True, **options)
-
-    def link(self, *more):
-        off = "--disable-runtime-dependency-installation"
-        state = [*(more or ("--database", self.folder / "link.db")), off]
-        self.start("link", "flower-superlink", *self.words, "--port", self.port, *state)
-        self.wait_for(self._listens)
-
-    def _listens(self):
-        with socket.socket() as there:
-            return there.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def node(self, name, config, *more):
-        """A SuperNode and the process that stays beside it."""
-        self.supernode(name, config, *more)
-        self.executor(name)
-
-    def supernode(self, name, config, *more):
-        port = self.ports.setdefault(name, free_port())
-        own = ["--superlink", self.address, "--port", port, "--isolation", "process"]
-        self.start(name, "flower-supernode", *self.trust, *own, "--node-config", config, *more)
-
-    def executor(self, name):
-        at = ["--runtime-api-address", f"127.0.0.1:{self.ports[name]}"]
-        self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
-
-    def sends(self, name):
-        """Whether a SuperNode has begun to send an answer, and not ended."""
-        log = (self.folder / f"{name}.log").read_text()
-        return log.rfind("Sending: ") > log.rfind("Sent successfully")
-
-    def hasten(self, beat):
-        """Let Flower look for messages more often than every 3 s, and notice within two beats that somebody is gone."""
-        (self.folder / "haste").mkdir()
-        (self.folder / "haste" / "sitecustomize.py").write_text(HASTE.format(beat=beat))
-        self.environment["PYTHONPATH"] = f"{self.folder / 'haste'}:{self.environment['PYTHONPATH']}"
-
-    def flwr(self, *words, check=True):
-        command = [str(self.bin / "flwr"), *map(str, words)]
-        options = {"capture_output": True, "text": True, "env": self.environment, "cwd": self.folder, "timeout": 120}
-        ended = subprocess.run(command, **options)
-        assert not check or ended.returncode == 0, ended.stdout + ended.stderr + self.logs()
-        return ended
-
-    def connect(self, more=""):
-        """Write where `flwr` finds the SuperLink, and whom it trusts."""
-        connection = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{self.address}"\n'
-        trusted = "insecure = true" if "--insecure" in self.trust else f'root-certificates = "{self.trust[-1]}"'
-        (self.folder / "flwr").mkdir(exist_ok=True)
-        (self.folder / "flwr" / "config.toml").write_text(f"{connection}{trusted}\n{more}\n")
-
-    def run(self, app, options="", **settings):
-        self.connect(options)
-        said = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items())
-        self.flwr("run", app, "here", "--run-config", said)
-
-    def signal(self, name, number):
-        os.killpg(self.running[name].pid, number)
-
-    def kill(self, name):
-        self.signal(name, signal.SIGKILL)
-        self.running.pop(name).wait()
-
-    def wait_for(self, there, seconds=600):
-        ends = time.monotonic() + seconds
-        while not (found := there()):
-            assert time.monotonic() < ends, self.logs()
-            time.sleep(0.1)
-        return found
-
-    def logs(self):
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
-
-    def close(self):
-        for number in (signal.SIGCONT, signal.SIGTERM):
-            for process in self.running.values():
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        ends = time.monotonic() + 5
-        for process in self.running.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, ends - time.monotonic()))
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture
