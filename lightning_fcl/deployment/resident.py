@@ -19,14 +19,26 @@ from typing import Any
 
 from lightning_fcl.errors import require
 
-_WARM = ("torch", "lightning.pytorch", "lightning_fcl.deployment.node", "lightning_fcl.deployment.flower")
+_WARM = (
+    "flwr.clientapp",
+    "flwr.app",
+    "torch",
+    "lightning.pytorch",
+    "lightning_fcl.deployment.node",
+    "lightning_fcl.deployment.flower",
+)
 _FOR = "runs federations on real machines", "flower"
+
+
+def warm() -> None:
+    """Import what a client needs."""
+    for name in _WARM:
+        import_module(name)
 
 
 def stay(words: Sequence[str]) -> None:
     """Run ``flower-superexec`` with these arguments, until it is told to stop."""
-    for name in ("flwr.clientapp", "flwr.app", *_WARM):
-        import_module(name)
+    warm()
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
     executor: Any = require("flwr.supercore.superexec.executor.subprocess_executor", *_FOR)
     require("flwr.supernode.cli.flwr_clientapp", *_FOR)

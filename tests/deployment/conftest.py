@@ -1,6 +1,7 @@
 """A recipe in a folder, its simulation, and the same as a server and nodes in this process, messages as on the wire."""
 
 import json
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -137,6 +138,11 @@ class Rehearsal:
         """What the server's newest checkpoint holds."""
         return read_checkpoint(load, newest_checkpoint(self.folder / "deployed" / "checkpoints"))["state_dict"]
 
+    def anew(self):
+        """Let another run begin where there has been none: nobody remembers anything."""
+        for name in ("deployed", "memories"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def ended(self):
         """Whether the server is done: this file is written last."""
         return (self.folder / "deployed" / "files.txt").exists()
@@ -194,12 +200,15 @@ def machines(tmp_path):
         one.close()
 
 
-@pytest.fixture
-def connect(rehearsal, machines):
+@pytest.fixture(scope="module")
+def connect(tmp_path_factory):
     """Makes a rehearsal of a recipe, its simulation, and a SuperLink with a SuperNode for each client."""
+    made = []
 
-    def made(recipe, beat=None):
-        one, at = rehearsal(recipe), machines()
+    def connected(recipe, beat=None):
+        folder = tmp_path_factory.mktemp("connected")
+        one, at = Rehearsal(folder, recipe), Machines(folder)
+        made.append(at)
         if beat is not None:
             at.hasten(beat)
         simulated = one.simulate()
@@ -208,4 +217,6 @@ def connect(rehearsal, machines):
             at.node(client, one.config(client))
         return one, simulated, at
 
-    return made
+    yield connected
+    for one in made:
+        one.close()

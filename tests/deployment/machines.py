@@ -27,6 +27,22 @@ if any(word.endswith("flower-supernode") for word in sys.orig_argv):
 """
 
 
+FORKS = """
+import os
+import signal
+import sys
+
+from lightning_fcl.deployment.resident import stay, warm
+
+warm()
+for address in sys.argv[1:]:
+    if not os.fork():
+        stay(["--runtime-api-address", address, "--insecure"])
+        sys.exit()
+signal.pause()
+"""
+
+
 class Machines:
     """A SuperLink, SuperNodes and their residents as processes on loopback, all of which are ended."""
 
@@ -74,6 +90,10 @@ class Machines:
     def executor(self, name):
         at = ["--runtime-api-address", f"127.0.0.1:{self.ports[name]}"]
         self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
+
+    def executors(self, names):
+        """The processes that stay beside some SuperNodes, forked by one that has imported what they need."""
+        self.start("stay", "python", "-c", FORKS, *(f"127.0.0.1:{self.ports[name]}" for name in names))
 
     def sends(self, name):
         """Whether a SuperNode has begun to send an answer, and not ended."""
@@ -134,6 +154,7 @@ class Machines:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self.running.clear()
 
 
 def free_port():

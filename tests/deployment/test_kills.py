@@ -28,9 +28,17 @@ RECIPE = {
 BEAT = 5  # seconds; who has not been heard of for twice as long is gone
 
 
-@pytest.fixture
-def connected(connect):
+@pytest.fixture(scope="module")
+def started(connect):
     return connect(RECIPE, BEAT)
+
+
+@pytest.fixture
+def connected(started):
+    """A SuperLink with its SuperNodes, which all tests here have together."""
+    one, _, _ = started
+    one.anew()
+    return started
 
 
 def memory(one, client):

@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 @pytest.fixture
 def connected(connect):
-    return connect(REPLAY)
+    one, simulated, at = connect(REPLAY)
+    yield one, simulated, at
+    at.close()
 
 
 def test_superlink_and_three_supernodes_end_in_the_bits_of_the_simulation(connected):
