@@ -19,10 +19,11 @@ _POLL = 0.05  # seconds between two looks for answers
 
 @dataclass(frozen=True)
 class Asked:
-    """A message that has no answer yet: to which client it went, on which node, and its head."""
+    """A message that has no answer yet: to which client it went, on which node, when, and its head."""
 
     client: str
     node: int
+    when: float
     head: Mapping[str, Any]
 
 
@@ -30,8 +31,9 @@ class Gathering:
     """Sends clients their messages, and takes in their answers, as they come.
 
     It waits for all that are there when it begins, but no longer than its time once it has enough. Where those that
-    are left are too few, it sends to whoever has come, or come back, and, after ever longer pauses, to those of whom no
-    answer counts. They end nothing: after its time it does without them.
+    are left are too few, it sends to whoever has come, or come back, again to who has not answered in its time, whose answer
+    may have been lost, and, after ever longer pauses, to those of whom no answer counts. They end nothing: after its
+    time it does without them.
 
     Args:
         link: The way to the nodes.
@@ -98,13 +100,14 @@ class Gathering:
         }
 
     def _send(self, nodes: Mapping[str, int]) -> None:
-        asked = self._counted | {one.client for one in self._waiting.values()}
-        asked |= {client for client, due in self._refused.items() if due > time.monotonic()}
+        now = time.monotonic()
+        asked = self._counted | {one.client for one in self._waiting.values() if now - one.when <= self._seconds}
+        asked |= {client for client, due in self._refused.items() if due > now}
         clients = {node: client for client, node in nodes.items() if client not in asked}
         if clients:
             parcels = {node: self._parcel(client, node) for node, client in clients.items()}
             sent = self._link.send(parcels, self._seconds + self._longest + 60)
-            self._waiting |= {message: Asked(clients[node], node, parcels[node].head) for message, node in sent.items()}
+            self._waiting |= {m: Asked(clients[node], node, now, parcels[node].head) for m, node in sent.items()}
 
     def _listen(self) -> None:
         asked = {**self._waiting}

@@ -18,14 +18,20 @@ import time
 
 import flwr.common.constant as constant
 
-constant.HEARTBEAT_MIN_INTERVAL = constant.HEARTBEAT_DEFAULT_INTERVAL = {beat}
-constant.HEARTBEAT_CALL_TIMEOUT = {beat} / 2
+
+def runs(*programs):
+    return any(word.endswith(programs) for word in sys.orig_argv)
+
+
+constant.HEARTBEAT_MIN_INTERVAL = {beat}
+if not runs("flower-superlink", "flower-superexec", "flwr-serverapp"):  # a server may take long to start
+    constant.HEARTBEAT_DEFAULT_INTERVAL = {beat}
+    constant.HEARTBEAT_CALL_TIMEOUT = {beat} / 2
 constant.MAX_RETRY_DELAY = 1
-if any(word.endswith("flower-supernode") for word in sys.orig_argv):
+if runs("flower-supernode"):
     wait = time.sleep
     time.sleep = lambda seconds: wait(min(seconds, 0.2))
 """
-
 
 FORKS = """
 import os

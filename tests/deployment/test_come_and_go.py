@@ -211,7 +211,7 @@ def test_a_client_that_is_lost_and_comes_back_on_another_node_is_sent_the_round_
     air.clock.sleep = sleep
     assert gather(["a", "b"], 2) == 2 and gather.left == {}
     assert gather.taken == ["b", "a"]
-    assert len(air.asked(7, "train")) == len(air.asked(9, "train")) == 1
+    assert len(air.asked(7, "train")) == 2 and len(air.asked(9, "train")) == 1
     assert 40 < air.asked(9, "train")[0] < 40 + 2 * AGAIN_SECONDS + 1
 
 
@@ -224,6 +224,20 @@ def lost_in_training(name, until):
         return client(name)(parcel, now)
 
     return node
+
+
+def test_a_client_whose_answer_is_lost_on_its_way_is_sent_the_round_again_after_its_time(air, gather):
+    """Flower keeps that of a SuperNode to itself whose answer before it was one of a run that is over."""
+    sent = []
+
+    def loses_the_first(parcel, now):
+        if parcel.head["kind"] == "train" and parcel not in sent:
+            sent.append(parcel)
+        return None if sent and parcel is sent[0] else client("a")(parcel, now)
+
+    air.there = {7: loses_the_first, 8: client("b")}
+    assert gather(["a", "b"], 2) == 2 and gather.left == {} and gather.taken == ["b", "a"]
+    assert 20 < air.clock.now - 100 < 20 + AGAIN_SECONDS + 1
 
 
 def test_a_client_whose_process_crashes_is_sent_the_round_again_on_the_same_node(air, gather):
