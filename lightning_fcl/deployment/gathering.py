@@ -31,8 +31,8 @@ class Gathering:
     """Sends clients their messages, and takes in their answers, as they come.
 
     It waits for all that are there when it begins, but no longer than its time once it has enough. Where those that
-    are left are too few, it sends to whoever has come, or come back, again to who has not answered in its time, whose answer
-    may have been lost, and, after ever longer pauses, to those of whom no answer counts. They end nothing: after its
+    are left are too few, it sends to whoever has come, or come back; again to who has not answered in its time, since
+    an answer may be lost; and, after ever longer pauses, to those of whom no answer counts. They end nothing: after its
     time it does without them.
 
     Args:
