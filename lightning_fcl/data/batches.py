@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_start_method
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,3 +148,52 @@ def joined(parts: Sequence[Any]) -> Any:
         shapes = " and ".join(str(tuple(part.shape[1:])) for part in parts)
         raise ValueError(f"Expected samples of one shape to join but got {shapes}. Pad them to one, in `collate_fn`.")
     return torch.cat(list(parts))
+
+
+class Alike(NamedTuple):
+    """Batches of some clients that have one shape, stacked.
+
+    Args:
+        rows: The numbers of the clients, shape (clients,).
+        batch: Their batches, nested as they are, every tensor of shape (clients, ...).
+    """
+
+    rows: Tensor
+    batch: Any
+
+
+def alike(each: Sequence[Any]) -> list[Alike]:
+    """The batches of several clients, those of one shape together.
+
+    Raises:
+        ValueError: If they hold anything else than tensors.
+
+    Example:
+        >>> [group.rows.tolist() for group in alike([{"x": torch.ones(3)}, {"x": torch.ones(2)}, {"x": torch.ones(3)}])]
+        [[0, 2], [1]]
+    """
+    rows: dict[Hashable, list[int]] = {}
+    for row, batch in enumerate(each):
+        rows.setdefault(_shape(batch), []).append(row)
+    return [Alike(torch.tensor(own), stacked([each[row] for row in own])) for own in rows.values()]
+
+
+def stacked(parts: Sequence[Any]) -> Any:
+    """Batches of one shape as one, in the nest that the first of them has."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(parts))
+    if isinstance(first, dict):
+        return {name: stacked([part[name] for part in parts]) for name in first}
+    columns = [stacked(column) for column in zip(*parts, strict=True)]
+    return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+
+
+def _shape(batch: Any) -> Hashable:
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    if type(batch) is dict:
+        return tuple((name, _shape(value)) for name, value in sorted(batch.items()))
+    if type(batch) in (list, tuple) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        return type(batch), tuple(map(_shape, batch))
+    raise ValueError(f"its batches hold a `{type(batch).__name__}` where clients side by side have tensors alone")

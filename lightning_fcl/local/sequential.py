@@ -89,27 +89,11 @@ class SequentialTrainer:
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         self.random = KeyedRandomness(step_keys(self._keys, self._steps)[0].to(self._module.device))
         self._steps += 1
-        with self.random.drawing(), self._explained():
+        with self.random.drawing(), explained(self._client_round):
             loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
         if isinstance(loss, Tensor):
             self._finite = self._finite.to(loss.device) & loss.detach().isfinite()
         return loss
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Say whose batch of one sample it is that batch normalisation cannot train on, and what to do."""
-        try:
-            yield
-        except ValueError as error:
-            part = self._client_round
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise ValueError(
-                f"Expected batches of at least two samples for batch normalisation but client {part.client} has one "
-                f"of a single sample in round {part.round}, of {part.samples} samples. Choose a `batch_size` that "
-                "leaves no single sample over, or `drop_last=True`, which leaves out a last batch that is not full "
-                "unless it is the only one."
-            ) from error
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         return step()
@@ -137,6 +121,22 @@ class SequentialTrainer:
         """What the optimizers know, each below its number."""
         own = (optimizer_memory(*each) for each in zip(self._optimizers, self._begun, strict=True))
         return {f"{number}.{name}": value for number, memory in enumerate(own) for name, value in memory.items()}
+
+
+@contextmanager
+def explained(part: ClientRound) -> Iterator[None]:
+    """Say whose batch of one sample it is that batch normalisation cannot train on, and what to do."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            f"Expected batches of at least two samples for batch normalisation but client {part.client} has one "
+            f"of a single sample in round {part.round}, of {part.samples} samples. Choose a `batch_size` that "
+            "leaves no single sample over, or `drop_last=True`, which leaves out a last batch that is not full "
+            "unless it is the only one."
+        ) from error
 
 
 def client_keys(seed: int, client_rounds: Sequence[ClientRound], *of: str) -> Keys:

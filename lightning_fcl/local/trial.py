@@ -64,24 +64,33 @@ def why_not_vectorized(
     A module can be vectorised if it says that its training step is the mean of its `sample_loss`, its optimizer is one
     of `ELEMENTWISE`, nobody looks at one model's batches or gradients, and a trial on a few samples succeeds.
     """
-    trainer = module.trainer
+    common = why_not_side_by_side(module, methods, optimizers, stream)
+    return common or why_not_padded(module, optimizers[0], stream)
+
+
+def why_not_side_by_side(
+    module: L.LightningModule, methods: Sequence[Declaration], optimizers: Sequence[Optimizer], stream: FederatedStream
+) -> str | None:
+    """The reason why clients must train one at a time whatever the module's step is, or None."""
     for method in methods:
         if not method.vectorizable:
             what = "changes the gradient of" if overrides(method, "project") else "trains"
             return f"`{type(method).__name__}` {what} one client at a time"
-    if not isinstance(module, Vectorizable):
-        return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"
-    reason = module.why_not_vectorized()
-    if reason:
-        return reason
     if len(optimizers) > 1:
         return "it has several optimizers"
     (optimizer,) = optimizers
     if type(optimizer) not in ELEMENTWISE:
         return f"`{type(optimizer).__name__}` does not update each number on its own"
-    if trainer.precision != "32-true":
-        return f'the precision is "{trainer.precision}"'
-    return _watching(module, stream) or _trial(module, optimizer, stream)
+    if module.trainer.precision != "32-true":
+        return f'the precision is "{module.trainer.precision}"'
+    return _watching(module, stream)
+
+
+def why_not_padded(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:
+    """The reason why a module's clients cannot train on padded batches, or None."""
+    if not isinstance(module, Vectorizable):
+        return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"
+    return module.why_not_vectorized() or _trial(module, optimizer, stream)
 
 
 def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
@@ -119,21 +128,21 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
         try:
             copied = copy.deepcopy(module, {id(part): part for part in around}).train()
             copied.log = copied.log_dict = _refuse_log  # type: ignore[method-assign]
-            begun, drawn, loose = _held(copied), _generators(), LooseState(copied)
+            begun, drawn, loose = held(copied), generators(), LooseState(copied)
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
             step = partial(_trial_step, copied, with_parameters(optimizer, twins))
             alone = step([x], [y])
-            if not _equal(_held(copied), begun) or loose.changes():
+            if unlike(held(copied), begun) or loose.changes():
                 return LEAVES
             counted, module.trainer.fit_loop.max_batches = module.trainer.fit_loop.max_batches, 7
             try:  # it may depend on `trainer.num_training_batches`, which is each client's
                 again = step([x], [y])
             finally:
                 module.trainer.fit_loop.max_batches = counted
-            if not all(map(torch.equal, again, alone)) or _generators() != drawn:
+            if not all(map(torch.equal, again, alone)) or generators() != drawn:
                 return "its forward gives something else each time"
             copied(x)
-            if not _equal(_held(copied), begun):
+            if unlike(held(copied), begun):
                 return "its forward changes buffers"
             # As the loader pads: with zeros what is read batch by batch, else with the client's first sample.
             x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.draws else p[:1]]) for p in (x, y))
@@ -167,7 +176,7 @@ def _trial_step(
     return [losses.detach()[:1].nan_to_num(), torch.cat(gradients).nan_to_num()]
 
 
-def _held(module: nn.Module) -> dict[str, object]:
+def held(module: nn.Module) -> dict[str, object]:
     """What a module's parts hold: tensors as they are now, of containers how much is in them."""
     parts = [{**vars(part), **part._parameters, **part._buffers} for part in module.modules()]
     held = {f"{number}.{name}": value for number, own in enumerate(parts) for name, value in own.items()}
@@ -177,14 +186,23 @@ def _held(module: nn.Module) -> dict[str, object]:
     }
 
 
-def _equal(left: Mapping[str, object], right: Mapping[str, object]) -> bool:
-    """Whether a module's parts hold the same."""
-    return left.keys() == right.keys() and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or (type(a) is int and a == b)
-        for a, b in ((left[name], right[name]) for name in left)
+def unlike(left: Mapping[str, object], right: Mapping[str, object]) -> list[str]:
+    """Names of what a module's parts hold in one of two states, and not, or otherwise, in the other."""
+    return sorted(
+        {
+            name.split(".", 1)[1]
+            for name in left.keys() | right.keys()
+            if name not in left or name not in right or not _equal(left[name], right[name])
+        }
     )
 
 
-def _generators() -> tuple[object, ...]:
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return a is b or (type(a) is int and a == b)
+
+
+def generators() -> tuple[object, ...]:
     """Where NumPy's and Python's generators are."""
     return random.getstate(), str(np.random.get_state())

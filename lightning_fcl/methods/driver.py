@@ -30,7 +30,7 @@ from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, 
 from lightning_fcl.methods.needs import check_needs
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.recalls import Recalled
-from lightning_fcl.methods.step import Freezer, Step, is_labelled, stepped_by
+from lightning_fcl.methods.step import Freezer, Step, is_labelled, stepped_by, without_call
 from lightning_fcl.methods.trial import why_no_logits, why_not_logits
 from lightning_fcl.randomness import Keys, global_seed, keys_of
 
@@ -140,7 +140,7 @@ class MethodDriver(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        for method in self.methods:
+        for method in () if _side_by_side(self._federation) else self.methods:
             _check_labels(method, batch)
         epoch = self._federation.round.local_epoch if self._federation is not None else 0
         for client in self._clients:
@@ -169,8 +169,8 @@ class MethodDriver(Callback):
             self._call = (args[0], output)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if self._federation is not None and self._federation.round.client_round is None:
-            return  # several clients side by side, whose trainer does so
+        if _side_by_side(self._federation):
+            return  # their trainer does so
         active = self._active()
         if not any(shapes_loss(method, client) for method, client in active):
             return
@@ -193,10 +193,9 @@ class MethodDriver(Callback):
         )
         steps = [self._recalls.step(method, step) for method in methods]
         if called is None:  # most penalties on parameters do not ask for it
-            message = f"Expected `{type(pl_module).__name__}.training_step` to call `self(x)`, whose output `%s` needs"
+            why = without_call(pl_module)
             steps = [
-                step.without_batch(f"{message % type(method).__name__}, but it did not.")
-                for method, step in zip(methods, steps, strict=True)
+                step.without_batch(why % type(method).__name__) for method, step in zip(methods, steps, strict=True)
             ]
         zero = torch.zeros((), device=loss.device)
         weight, extra = compose(methods, clients, steps, zero)
@@ -264,6 +263,11 @@ class MethodDriver(Callback):
         labels = torch.cat([y for _, y in self._seen]).cpu() if self._seen else torch.empty(0, dtype=torch.long)
         last = trainer.current_epoch + 1 == trainer.max_epochs
         return ClientRound("local", trainer.current_epoch, method.fits, labels, last_round=last, samples=len(labels))
+
+
+def _side_by_side(federation: Federation | None) -> bool:
+    """Whether several clients train, whose trainer runs the methods."""
+    return federation is not None and federation.round.client_round is None
 
 
 def _key_of(trainer: L.Trainer, method: Declaration) -> Keys:

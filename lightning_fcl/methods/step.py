@@ -72,6 +72,13 @@ class Step:
         return values.mean() if self.weight is None else (values * self.weight).sum()
 
 
+def without_call(module: nn.Module) -> str:
+    """Why a step has no ``x`` and ``output``, with a place for the name of the method that asks for them."""
+    return (
+        f"Expected `{type(module).__name__}.training_step` to call `self(x)`, whose output `%s` needs, but it did not."
+    )
+
+
 Pattern = str | tuple[str, ...]
 """Some of a module's entries: shell-style patterns. One that begins with "!" is all entries but those of the rest."""
 

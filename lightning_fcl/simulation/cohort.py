@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import Batch, Request, batches, joined, number_of
+from lightning_fcl.data.batches import Alike, Batch, Request, alike, batches, joined, number_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import TakesAlike
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import epochs_of, rehearsed_by
 from lightning_fcl.methods.declaration import Declaration, client_of
@@ -37,7 +38,7 @@ class Cohort:
     def __init__(self, federation: Federation, names: Sequence[str], round: int) -> None:
         self._stream = stream = federation.stream
         self._seed, self._module = federation.seed, federation.module
-        self._stacked = federation.trainer.stacked
+        self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, TakesAlike)
         self._rehearsed = rehearsed_by(federation.methods, federation.client_before)
         epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
         parts = stream.client_rounds(names, round)
@@ -128,7 +129,8 @@ class Cohort:
         shares = torch.from_numpy(self._shares())
         taken = self._taken(extra) if read is None else self._arriving(read, extra)
         for self.step, batch in enumerate(taken):
-            self.weight = shares[:, self.step, : self._width(self.step)] if self._stacked else None
+            padded = self._stacked and not self._alike
+            self.weight = shares[:, self.step, : self._width(self.step)] if padded else None
             yield batch
 
     def _taken(self, extra: Sequence[Any]) -> Iterator[Any]:
@@ -138,16 +140,24 @@ class Cohort:
         seen_again = self._epochs.max() > 1 and self._stream.samples.scale is None  # stored pixels take less room
         if seen_again or (rehearsed is not None and rehearsed.any()):
             pool = joined([self._stream.take(rows), *filter(number_of, extra)])
+
+        def take(chosen: IntArray) -> Any:
+            return self._stream.take(rows[chosen]) if pool is None else next(batches(pool, [torch.from_numpy(chosen)]))
+
         for step in range(len(self)):
-            chosen = places[:, step, : self._width(step)] if self._stacked else places[0, step, : self._width(step)]
-            yield self._stream.take(rows[chosen]) if pool is None else next(batches(pool, [torch.from_numpy(chosen)]))
+            if self._alike:
+                lengths = self._lengths[:, step]
+                groups = [(np.flatnonzero(lengths == length), length) for length in np.unique(lengths[lengths > 0])]
+                yield [Alike(torch.from_numpy(own), take(places[own, step, :length])) for own, length in groups]
+            else:
+                yield take(places[slice(None) if self._stacked else 0, step, : self._width(step)])
 
     def _arriving(self, read: Iterator[Any], extra: Sequence[Any]) -> Iterator[Any]:
         """Batches that are read one by one, perhaps by workers, some ahead."""
         for step in range(len(self)):
             each = [self._mixed(next(read), extra[row], row, step) for row in range(self._active(step))]
-            if not self._stacked:
-                yield each[0]
+            if self._alike or not self._stacked:
+                yield alike(each) if self._alike else each[0]
                 continue
             idle = [[part[:0] for part in each[0]]] * (len(self._rows) - len(each))
             yield [pad_sequence(list(column), batch_first=True) for column in zip(*each, *idle, strict=True)]

@@ -48,6 +48,7 @@ class Federation:
         methods: The methods among the Trainer's callbacks.
         placement: Whose clients train where; None before a fit.
         trainer: Who trains the clients.
+        why_one_at_a_time: Why they do not train side by side; None where they do.
         optimizers: The module's optimizers: several only where it optimises by hand.
     """
 
@@ -57,6 +58,7 @@ class Federation:
     methods: list[Declaration] = field(default_factory=list)
     placement: Placement | None = None
     trainer: LocalTrainer = field(init=False)
+    why_one_at_a_time: str | None = field(init=False, default=None)
     optimizers: list[Optimizer] = field(init=False)
 
     @property
@@ -136,7 +138,7 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     federation.participation.check_rounds(stream.plan.rounds)
     server.store.keep_pixels(stream.samples.pixels)
     server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
-    federation.trainer = choose_trainer(federation, step)
+    federation.trainer, federation.why_one_at_a_time = choose_trainer(federation, step)
     if federation.placement is None or federation.placement.ranks is not ranks:
         federation.placement = Placement(ranks, stream.plan.clients, server.store)
 

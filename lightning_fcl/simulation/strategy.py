@@ -81,6 +81,10 @@ class FederatedStrategy(RanksStrategy):
         checkpoint_io: As in Lightning's strategies.
         precision_plugin: As in Lightning's strategies.
 
+    Attributes:
+        clients_at_once: How many clients train side by side in the fit that has begun; 1 where one at a time.
+        why_one_at_a_time: Why they do, and what would change it; None where they train side by side.
+
     Raises:
         ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
         TypeError: If ``compression`` or ``schedule`` is something else.
@@ -135,6 +139,8 @@ class FederatedStrategy(RanksStrategy):
         self.limits = TrainerLimits()
         self.round: Round | None = None  # the one at hand; None before a fit
         self.shows_client = False  # whether the module is a client's model: see `client_model`
+        self.clients_at_once = 1
+        self.why_one_at_a_time: str | None = None
         self._seed = seed
         self.new_round: Callable[[Federation], Round] = simulated
         self._hooks = FitHooks(self)
@@ -254,6 +260,8 @@ class FederatedStrategy(RanksStrategy):
             if self._fits != self.optimizers:
                 begin_fit(federation, self.optimizers, super().training_step)
                 self._fits = self.optimizers
+                self.clients_at_once = federation.trainer.clients_at_once
+                self.why_one_at_a_time = federation.why_one_at_a_time
                 begin_schedule(federation)
                 check_ranks(federation, self.ranks.number)
                 check_alike(self.ranks, fingerprint_of(federation))

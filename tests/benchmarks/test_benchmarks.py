@@ -9,6 +9,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RUNS = {
     "round_overhead": (["--quick"], ["100 x 15 digits", "bare vmap", "1,000 x 15, one batch"]),
+    "any_module": (["--quick"], ["plain", "batch norm", "dropout", "dict batches", "4 to 26 digits"]),
     "run": (
         [
             "--quick",

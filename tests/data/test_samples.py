@@ -201,7 +201,7 @@ def test_only_a_batch_is_read_at_a_time(quiet):
     task.read = []
     stream.setup("fit")
     Counting.held = 0  # the setup has compared some items with `.targets`
-    L.Trainer(strategy=FederatedStrategy(seed=0), max_epochs=1, **quiet).fit(task, datamodule=stream)
+    L.Trainer(strategy=FederatedStrategy(cohort_size=1, seed=0), max_epochs=1, **quiet).fit(task, datamodule=stream)
     assert task.read[0] <= 2 * 4 < task.read[-1]  # one batch, and the next that Lightning fetches ahead
 
 

@@ -330,8 +330,8 @@ def test_what_a_client_leaves_in_a_buffer_reaches_no_other(fit):
     assert len(seen) == 2 and not any(mean.any() for mean in seen)
 
 
-def test_what_a_loss_logs_is_named_where_clients_should_train_side_by_side(fit):
-    with pytest.raises(ValueError, match="but got 2: its loss logs, which would count padding"):
+def test_a_loss_that_logs_by_what_it_is_given_is_named_where_clients_should_train_side_by_side(fit):
+    with pytest.raises(ValueError, match="but got 2: its step logs something else side by side"):
         fit(Logs(), stream_of(a=24, b=9), cohort_size=2)
 
 

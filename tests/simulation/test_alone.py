@@ -628,7 +628,7 @@ class Positions(nn.Linear):
 
 
 @pytest.mark.may(
-    "look at other samples of its batch, or change itself in its forward", "it trains one client at a time, as if alone"
+    "change itself in its forward, or compute activations once more", "it trains one client at a time, as if alone"
 )
 @pytest.mark.parametrize(
     ("model", "side_by_side"),

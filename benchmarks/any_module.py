@@ -1,0 +1,147 @@
+"""Time of a round of modules with a training step of their own, against a hand-written PyTorch loop, A B A B.
+
+    python benchmarks/any_module.py
+
+100 clients with digits and an MLP 64-32-10, one full batch each: plain, with batch normalisation, with dropout, with
+batches that are dicts, which a data set's own code makes; and with 4 to 26 digits a client in place of 15. The module
+knows nothing of this library. The weights of both ways are compared first, but with dropout. Nothing else should run on
+the machine.
+"""
+
+import argparse
+import copy
+import logging
+import statistics
+import time
+import warnings
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from round_overhead import Clock, trainer_of
+from sklearn.datasets import load_digits
+from torch import nn
+
+from lightning_fcl import FederatedStrategy, FederatedStream
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+
+CLIENTS = 100
+CASES = {
+    "plain": [],
+    "batch norm": [nn.BatchNorm1d(32)],
+    "dropout": [nn.Dropout(0.2)],
+    "dict batches": [],
+    "4 to 26 digits": [],
+}
+
+
+class Module(L.LightningModule):
+    """What a user brings."""
+
+    def __init__(self, layers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 32), *copy.deepcopy(layers), nn.ReLU(), nn.Linear(32, 10))
+
+    def training_step(self, batch, batch_idx):
+        """The loss."""
+        x, y = batch.values() if isinstance(batch, dict) else batch
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Dicts(torch.utils.data.Dataset):
+    """Digits as dicts."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return {"x": self.x[index], "label": int(self.y[index])}
+
+
+def digits(name):
+    """Samples, labels and owners of a case."""
+    sizes = np.resize(np.arange(4, 27), CLIENTS) if name == "4 to 26 digits" else np.full(CLIENTS, 15)
+    x, y = load_digits(return_X_y=True)
+    chosen = np.resize(np.random.default_rng(0).permutation(len(y)), sizes.sum())
+    return torch.tensor(x[chosen] / 16, dtype=torch.float32), torch.tensor(y[chosen]), np.repeat(range(CLIENTS), sizes)
+
+
+def through_trainer(name, rounds):
+    """Seconds per round inside one `Trainer.fit`, without its start; and the weights."""
+    x, y, owner = digits(name)
+    data = (Dicts(x, y), None) if name == "dict batches" else (x, y)
+    scenario = ClassIncremental(experiences=1, rounds_per_experience=rounds + 1)
+    stream = FederatedStream.from_arrays(*data, owner, scenario=scenario, split=Split(test=0.0), batch_size=26, seed=0)
+    clock, module = Clock(), Module(CASES[name])
+    trainer = trainer_of(clock, rounds, FederatedStrategy(seed=0))
+    trainer.fit(module, datamodule=stream)
+    assert trainer.strategy.clients_at_once > 1, trainer.strategy.why_one_at_a_time
+    return (clock.end - clock.start) / rounds, module.state_dict()
+
+
+def by_hand(name, rounds):
+    """Seconds per round of the loop that everyone writes first; and the weights."""
+    x, y, owner = digits(name)
+    clients = [torch.from_numpy(np.flatnonzero(owner == client)) for client in range(CLIENTS)]
+    data = [(x[rows], y[rows]) for rows in clients]
+    local = Module(CASES[name]).train()
+    server = {entry: value.clone() for entry, value in local.state_dict().items()}
+    start = 0.0
+    for round in range(rounds + 1):
+        if round == 1:
+            start = time.perf_counter()
+        sums = {entry: torch.zeros_like(value, dtype=torch.float32) for entry, value in server.items()}
+        for batch in data:
+            local.load_state_dict(server)
+            optimizer = local.configure_optimizers()
+            optimizer.zero_grad()
+            local.training_step(batch, 0).backward()
+            optimizer.step()
+            for entry, value in local.state_dict().items():
+                sums[entry] += value * (len(batch[1]) / len(y))
+        server = {entry: value.to(server[entry].dtype) for entry, value in sums.items()}
+    return (time.perf_counter() - start) / rounds, server
+
+
+def compare(name, rounds, repeats):
+    """Print the ratio of the two ways, taken in turns."""
+    if name != "dropout":
+        (_, ours), (_, theirs) = through_trainer(name, 2), by_hand(name, 2)
+        assert all(torch.allclose(ours[n].float(), theirs[n].float(), atol=1e-5) for n in ours if "num" not in n), name
+    seconds = [(through_trainer(name, rounds)[0], by_hand(name, rounds)[0]) for _ in range(repeats)]
+    ours, loop = (1000 * statistics.median(column) for column in zip(*seconds, strict=True))
+    ratios = [a / b for a, b in seconds]
+    print(
+        f"{name:16} Trainer.fit {ours:8.1f} ms/round, loop {loop:8.1f} ms, ratio {statistics.median(ratios):.3f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f})",
+        flush=True,
+    )
+
+
+def main():
+    """Run all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="few rounds, to try the script out")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
+    for name in CASES:
+        compare(name, 3 if options.quick else 100, 1 if options.quick else options.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Local training of many clients at once by the module's own training step, whatever is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
+
+from lightning_fcl.data.batches import Alike, Batch
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import quoted
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import Trained
+from lightning_fcl.local.loose_state import LooseState
+from lightning_fcl.local.recorded import Line, Recorder
+from lightning_fcl.local.sequential import explained
+from lightning_fcl.local.stacked import StackedClients
+from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.methods.random_layers import KeyedRandomness
+from lightning_fcl.methods.step import is_labelled, without_call
+
+
+class StepTrainer:
+    """Trains several clients' copies of one module, stacked, by the module's own `training_step` under `vmap`.
+
+    Batches are never padded: in a step, clients whose batches have one shape go together, one such group after the
+    other, all of them to one gradient and one step of the optimizer. What the step logs is logged once for all.
+
+    Args:
+        module: The module; its own parameters are not touched.
+        methods: The methods of its Trainer.
+        optimizer: The module's optimizer: its class and options are those of the stacked one.
+        clients_at_once: How many clients train side by side.
+        seed: Seed of what layers draw, and methods recall.
+        randomness: What random layers do that draw by no key: see `torch.func.vmap`.
+    """
+
+    stacked = alike = True
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        methods: Sequence[Declaration],
+        optimizer: Optimizer,
+        clients_at_once: int,
+        seed: int,
+        randomness: str = "different",
+    ) -> None:
+        self.clients_at_once = clients_at_once
+        self.recorder = Recorder(module)
+        self.losses = torch.zeros(0)  # of the step at hand, shape (clients,)
+        self.logged: list[tuple[Sequence[Line], Sequence[Tensor]]] = []  # in it, group by group
+        self._module, self._template, self._randomness = module, optimizer, randomness
+        self._step = _OwnStep(module)
+        self._clients = StackedClients(module, methods, optimizer, seed)
+        self._leaves: list[tuple[Tensor, list[Tensor]]] = []  # each group's rows and parameters
+        self._called: tuple[Any, Tensor] | None = None
+        self._gives = True  # whether the step returns a loss
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._clients.optimizer
+
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        self._client_rounds = clients
+        self._clients.begin(clients, states, memories)
+        schedules = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
+        self._loose = LooseState(self._module, [self._template], schedules)
+        self._modes = self._counted()
+
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
+        loss = self.losses_of(batch, batch_idx)
+        self.recorder.replay(self.logged)
+        self._clients.saw(self.losses)
+        return loss
+
+    def losses_of(self, groups: Sequence[Alike], batch_idx: int | None) -> Tensor | None:
+        """The sum of the losses in a step; `losses` and `logged` tell each client's."""
+        clients, device = self._clients, groups[0].rows.device
+        keys, known = clients.next_keys(device), clients.known(device) if clients.methods else {}
+        self.losses, self.logged, self._leaves = torch.zeros(clients.number, device=device), [], []
+        found: list[Tensor] = []
+        with self._watching(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
+            for rows, own in groups:
+                losses = self._group(rows, own, batch_idx, keys, known)
+                if losses is not None:
+                    self.losses[rows] = losses.detach().to(self.losses.dtype)
+                    found.append(losses.sum())
+        if found and len(found) < len(groups):
+            raise ValueError(
+                "Expected a `training_step` that returns a loss for the batches of all clients side by side, or for "
+                f"none, but it did for {len(found)} of {len(groups)} shapes of batches. Set `cohort_size=1`."
+            )
+        return torch.stack(found).sum() if found else None
+
+    def _group(
+        self, rows: Tensor, batch: Batch, batch_idx: int | None, keys: Tensor, known: Mapping[str, Any]
+    ) -> Tensor | None:
+        """The losses of clients whose batches have one shape."""
+        clients = self._clients
+        whole = len(rows) == clients.number  # in their order
+        params: dict[str, Tensor] = dict(clients.params)
+        rest, given = clients.rest, (keys, known)
+        if not whole:
+            params = {name: p.detach()[rows].requires_grad_() for name, p in params.items()}
+            rest, given = _rows((rest, given), rows)
+        self._gives = True
+        with explained(self._client_rounds[int(rows[0])]):
+            try:
+                losses, values = vmap(partial(self._client, batch_idx), randomness=self._randomness)(
+                    params, rest, *given, batch
+                )
+            except Exception as error:
+                error.add_note(
+                    "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
+                    "then, set `cohort_size=1`."
+                )
+                raise
+        if not whole:  # what the step has written in place
+            stacked = {**clients.params, **clients.rest}
+            for name, value in (*params.items(), *rest.items()):
+                stacked[name].data[rows] = value.detach()
+        self.logged.append((self.recorder.lines, values))
+        self._leaves.append((rows, list(params.values())))
+        return losses if self._gives else None
+
+    def _client(
+        self,
+        batch_idx: int | None,
+        params: Mapping[str, Tensor],
+        rest: State,
+        key: Tensor,
+        known: Mapping[str, Any],
+        batch: Batch,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One client's loss, and what it logs."""
+        self._called = None
+        named = {f"{_OwnStep.prefix}{name}": value for name, value in (*params.items(), *rest.items())}
+        with KeyedRandomness(key):
+            with self.recorder.recording(batch):
+                result = functional_call(self._step, named, (batch, batch_idx))
+            values, loss = self.recorder.values, result.get("loss") if isinstance(result, Mapping) else result
+            if loss is None:
+                self._gives = False
+                return key.new_zeros((), dtype=torch.get_default_dtype()), values
+            loss = loss.reshape(())
+            if not self._clients.methods:
+                return loss, values
+            why = None if self._called else without_call(self._module)
+            x, output = self._called or (None, loss)
+            y = batch[1] if is_labelled(batch) else None
+            scale, extra = self._clients.composed(params, rest, known, x, output, y, why=why)
+        return scale * loss + extra, values
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Note what the module is called with, for methods."""
+        if not self._clients.methods:
+            yield
+            return
+        handle = self._module.register_forward_hook(self._watch)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._called = None
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module.training and torch.is_grad_enabled() and args:
+            self._called = args[0], output
+
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        """The clients' gradients, stacked, in the optimizer's order."""
+        return self._clients.in_order([gradient for _, gradient in self.of_params(loss)])
+
+    def of_params(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """The clients' parameters, stacked, each with its gradient."""
+        leaves = [leaf for _, own in self._leaves for leaf in own]
+        found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
+        columns = [[(rows, next(found)) for _ in own] for rows, own in self._leaves]
+        gathered = [self._gathered(column) for column in zip(*columns, strict=True)]
+        return list(zip(self._clients.params.values(), gathered, strict=True))
+
+    def _gathered(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
+        """The gradients of one parameter, of all clients: 0 for those that have no batch."""
+        there = [(rows, gradient) for rows, gradient in parts if gradient is not None]
+        if not there or (len(parts) == 1 and len(parts[0][0]) == self._clients.number):
+            return parts[0][1]
+        if len(there) < len(parts):
+            raise ValueError(
+                "Expected a `training_step` in which the same parameters learn for batches of all shapes, as clients "
+                "train side by side, but some learn for some of them alone. Set `cohort_size=1`."
+            )
+        every = there[0][1].new_zeros(self._clients.number, *there[0][1].shape[1:])
+        for rows, gradient in there:
+            every[rows] = gradient
+        return every
+
+    def _counted(self) -> dict[str, tuple[bool, int]]:
+        """The mode of each of the module's parts, and how often it has been updated, if it is a metric."""
+        parts = self._module.named_modules()
+        return {name: (part.training, part.update_count if isinstance(part, Metric) else 0) for name, part in parts}
+
+    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
+        return self._clients.optimizer_step(step, active)
+
+    def finish(self) -> Trained:
+        """The clients' states.
+
+        Raises:
+            ValueError: If their steps have left something on the module, where the next client would find it.
+        """
+        changed = self._loose.changes()
+        changed += [name for name, counted in self._counted().items() if counted != self._modes.get(name)]
+        if changed:
+            raise ValueError(
+                f"Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
+                f"round {self._client_rounds[0].round} it has changed {quoted(changed)}. Set `cohort_size=1`."
+            )
+        self._leaves = []
+        return self._clients.finish()
+
+
+class _OwnStep(nn.Module):
+    """A module whose output is the training step of another, so that `torch.func.functional_call` can call it."""
+
+    prefix = "module."
+
+    def __init__(self, module: L.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Batch, batch_idx: int | None) -> Any:
+        """What the step returns."""
+        return self.module.training_step(*(batch,) if batch_idx is None else (batch, batch_idx))
+
+
+def _rows(value: Any, rows: Tensor) -> Any:
+    """Some clients' part of what is stacked, in any nest of dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value[rows]
+    if isinstance(value, Mapping):
+        return {name: _rows(part, rows) for name, part in value.items()}
+    return type(value)(_rows(part, rows) for part in value)

@@ -1,0 +1,247 @@
+"""Clients that train side by side: their parameters and buffers, stacked, and what their methods remember."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import Trained
+from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
+from lightning_fcl.local.sequential import client_keys, step_keys
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.compose import compose
+from lightning_fcl.methods.declaration import Declaration, Recalls, client_of, overrides, shapes_loss
+from lightning_fcl.methods.functional import Embedding, SampleLoss, states_loss, teacher_of
+from lightning_fcl.methods.random_layers import without_advancing
+from lightning_fcl.methods.recalls import Recalled
+from lightning_fcl.methods.step import Step
+
+
+class StackedClients:
+    """Several clients' copies of one module, every entry of shape (clients, ...), and their optimizer.
+
+    Args:
+        module: The module; its own parameters are not touched.
+        methods: The methods of its Trainer.
+        optimizer: The module's optimizer: its class and options are those of the stacked one.
+        seed: Seed of what layers draw, and methods recall.
+
+    Attributes:
+        params: What learns.
+        rest: The other entries.
+        methods: Those that change the loss of any of the clients at hand.
+        finite: Whether each client's every loss was finite.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, methods: Sequence[Declaration], optimizer: Optimizer, seed: int
+    ) -> None:
+        self.optimizer: Optimizer | None = None
+        self.params: dict[str, nn.Parameter] = {}
+        self.rest: State = {}
+        self.methods: Sequence[Declaration] = ()
+        self._module = module
+        self._all_methods = methods
+        self._template = optimizer
+        self._seed = seed
+        self._made: dict[int, tuple[dict[str, nn.Parameter], Optimizer]] = {}
+
+    def begin(
+        self, clients: Sequence[ClientRound], states: Sequence[State], memories: Sequence[Sequence[Memory]]
+    ) -> None:
+        """Begin with some clients, as `LocalTrainer.begin` says."""
+        self.number, self._step = len(states), 0
+        self._received = stack(states)
+        self.params, self.optimizer = self._parameters(len(states))
+        self.finite = torch.tensor(True)
+        own = set(entries(self._module))
+        self.rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in self.params}
+        self._buffers = {name for name, _ in self._module.named_buffers()}
+        self._kept = memories
+        self._keys = client_keys(self._seed, clients, "layers")
+        self._begin_methods(clients)
+
+    def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
+        """So many clients' parameters, as they have received them, and their optimizer: both are used again."""
+        trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
+        values = {name: value for name, value in self._received.items() if name in trainable}
+        params, optimizer = self._made.get(clients, ({}, self._template))
+        if {n: p.shape for n, p in params.items()} == {n: v.shape for n, v in values.items()}:
+            with torch.no_grad():
+                torch._foreach_copy_(list(params.values()), list(values.values()))
+            optimizer.state.clear()
+            set_group_values(optimizer, group_values(self._template))  # a rate may change
+            return params, optimizer
+        params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+        twins = {id(p): params[name] for name, p in self._module.named_parameters() if name in params}
+        self._made[clients] = params, with_parameters(self._template, twins)
+        return self._made[clients]
+
+    def _begin_methods(self, clients: Sequence[ClientRound]) -> None:
+        """Stack what the methods remember that any of the clients uses."""
+        device = next(iter(self.params.values())).device
+        applies = [[method.applies_to(part) for part in clients] for method in self._all_methods]
+        shaping = [
+            any(on and shapes_loss(method, Client(own[i])) for on, own in zip(applies[i], self._kept, strict=True))
+            for i, method in enumerate(self._all_methods)
+        ]
+        used = [i for i, shapes in enumerate(shaping) if shapes]
+        self.methods = [self._all_methods[i] for i in used]
+        for i in used:
+            _check_alike(self._all_methods[i], clients, [own[i] for own in self._kept])
+        self._memories = [stack_common([own[i] for own in self._kept]) for i in used]
+        self._applies = [torch.tensor(applies[i], dtype=torch.float32, device=device) for i in used]
+        each = [[Client(own[i]) for i in used] for own in self._kept] if used else []
+        self._recalls = Recalled(self.methods, each, partial(client_keys, self._seed, clients, "recall"))
+
+    def next_keys(self, device: torch.device) -> Tensor:
+        """What each client's random layers draw by in another step, shape (clients,)."""
+        self._step += 1
+        return step_keys(self._keys, self._step - 1).to(device)
+
+    def known(self, device: torch.device) -> dict[str, Any]:
+        """What the methods know of the clients in another step, with the samples that they recall, stacked."""
+        recalled: list[Mapping[str, Tensor]] = []
+        there: list[Tensor] = []
+        for method in self.methods:
+            if method.section not in self._recalls.pools:
+                recalled.append({})
+                there.append(torch.zeros(self.number, device=device))
+                continue
+            rows = self._recalls.draw(method.section)
+            like = next((row for row in rows if row), {})
+            full = [row or {name: torch.zeros_like(value) for name, value in like.items()} for row in rows]
+            recalled.append({name: torch.stack([row[name] for row in full]).to(device) for name in like})
+            there.append(torch.tensor([float(bool(row)) for row in rows], device=device))
+        of_methods = {"memories": self._memories, "applies": self._applies, "recalled": recalled, "there": there}
+        return {"received": dict(self._received), **of_methods}
+
+    def composed(
+        self,
+        params: Mapping[str, Tensor],
+        rest: State,
+        known: Mapping[str, Any],
+        x: Any,
+        output: Tensor,
+        y: Tensor | None,
+        weight: Tensor | None = None,
+        why: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Within vmap, the factor of one client's task loss, and what its methods add.
+
+        Args:
+            params: The client's parameters.
+            rest: Its other entries.
+            known: What its methods know, as `known` has it of all clients.
+            x: Inputs of its batch.
+            output: What the module made of them.
+            y: Targets.
+            weight: Share of every sample in the mean; None: equal shares.
+            why: Why there are no ``x`` and ``output``, with a place for a method's name; None: there are.
+        """
+
+        def state() -> State:
+            kept = {name: value.clone() if name in self._buffers else value for name, value in rest.items()}
+            return {**params, **kept}
+
+        def outputs(x: Any) -> Tensor:
+            with without_advancing():
+                result: Tensor = functional_call(self._module, state(), (x,))
+            return result
+
+        def features(x: Any) -> Tensor:
+            named = {f"{Embedding.prefix}{name}": value for name, value in state().items()}
+            with without_advancing():
+                result: Tensor = functional_call(Embedding(self._module), named, (x,))
+            return result
+
+        def loss_of(
+            x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
+        ) -> Tensor:
+            with without_advancing():
+                output = functional_call(self._module, {**state(), **(params or {})}, (x,))
+            return (loss or states_loss(self._module).sample_loss)(output, y).mean()
+
+        received, one = known["received"], torch.ones((), device=output.device)
+        step = Step(params, received, x, output, teacher_of(self._module), outputs, features, loss_of, weight, y)
+        steps = [
+            replace(step, recalled=samples, recalled_weight=real)
+            for samples, real in zip(known["recalled"], known["there"], strict=True)
+        ]
+        if why is not None:
+            steps = [
+                own.without_batch(why % type(method).__name__) for method, own in zip(self.methods, steps, strict=True)
+            ]
+        alike = [
+            client_of(method, self._module, memory, received)
+            for method, memory in zip(self.methods, known["memories"], strict=True)
+        ]
+        scale, extra = compose(self.methods, alike, steps, one * 0, known["applies"])
+        return one * scale, extra
+
+    def saw(self, losses: Tensor) -> None:
+        """Note whether the losses of a step, shape (clients,), are finite."""
+        self.finite = self.finite.to(losses.device) & losses.detach().isfinite()
+
+    def in_order(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of `params`, in the optimizer's order, which need not be the module's."""
+        of = {id(parameter): gradient for parameter, gradient in zip(self.params.values(), gradients, strict=True)}
+        assert self.optimizer is not None  # clients have begun
+        return [of[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
+        """Step, and undo the step for the clients that were done before it."""
+        done = {name: p.detach()[active:].clone() for name, p in self.params.items() if active < len(p)}
+        result = step()
+        for name, value in done.items():
+            self.params[name].data[active:] = value
+        return result
+
+    def finish(self) -> Trained:
+        """The clients' states, and their memories as they were."""
+        states = {**self.params, **self.rest}
+        uploads = {name: states[name].detach() for name in self._received if name in states}
+        self.optimizer, self.params = None, {}
+        return Trained(uploads, self._kept, finite=self.finite)
+
+
+def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:
+    """Several clients' states as one, every entry of shape (clients, ...)."""
+    if all(row is rows[0] for row in rows):
+        return {name: value.expand(len(rows), *value.shape) for name, value in rows[0].items()}
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: Sequence[Memory]) -> None:
+    """Refuse memories of which a step would see what all clients have, and not what some have."""
+    if isinstance(method, Recalls) or overrides(method, "rehearse"):
+        return  # samples, of which each client may have another number
+    shapes = [{name: value.shape for name, value in memory.items()} for memory in memories]
+    for part, other in zip(clients, shapes, strict=True):
+        for name in sorted({*shapes[0], *other}):
+            if shapes[0].get(name) != other.get(name):
+                raise ValueError(
+                    f"Expected `{type(method).__name__}` to remember the same entries of each client, as several train "
+                    f"side by side, but `{name}` differs between client {clients[0].client} and client {part.client}. "
+                    "Let `on_download` fill in what is not there yet, or set `vectorizable = False`."
+                )
+
+
+def stack_common(rows: Sequence[Memory]) -> Memory:
+    """Several clients' memories as one: the entries that all have, of equal shapes, every one of shape (clients, ...).
+
+    Remembered samples, of which each client may have another number, are brought to a step by `Recalls`.
+    """
+    common = [name for name in rows[0] if all(name in row and row[name].shape == rows[0][name].shape for row in rows)]
+    return {name: torch.stack([row[name] for row in rows]) for name in common}
