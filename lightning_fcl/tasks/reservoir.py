@@ -120,7 +120,7 @@ class ReservoirTask(RidgeTask):
         if federation.participation.may_miss:
             raise ValueError(
                 f"Expected a `swarm` without `dropout` and `missing` for a `{type(self).__name__}`, whose clients "
-                "begin each round with one reservoir, but got one with them. Leave them out."
+                "begin each round with new sums, but got one with them. Leave them out."
             )
         size = federation.strategy.cohort_size
         return ReservoirTrainer(self, None if size == "auto" else size)

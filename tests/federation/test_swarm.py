@@ -353,6 +353,6 @@ def test_a_classifiers_buffers_go_on_too(fit, make_stream):
     task = Classifier(model, 4, lambda params: torch.optim.SGD(params, lr=0.1))
     start, stream = copy.deepcopy(task), make_stream(batch_size=64)
     stream.setup("fit")
-    fit(task, stream, swarm=Swarm(missing={"1": [0]}), seed=0)
+    fit(task, stream, swarm=Swarm(missing={"1": [0]}), seed=0, cohort_size=1)
     same(snapshot(task), by_hand(start, stream, {"1": [0]})[-1])
     assert differ(by_hand(start, stream, {"1": [0]})[-1], by_hand(start, stream, {})[-1])
