@@ -68,7 +68,7 @@ class Times(Callback):
         if step is not None:
             self.steps.append(step)
         start = self.clock()
-        gradients(pl_module.model, [batch, *past(self.method.memory)], self.stream)
+        gradients(pl_module.model, [batch, *past(self.method.client.memory)], self.stream)
         if step is not None:
             self.bare.append(self.clock() - start)
         self.start = self.clock()
