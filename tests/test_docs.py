@@ -61,7 +61,10 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
             assert resolve_recipe(["fit", "--config", "recipe.yaml"])["recipe"]["row"] in code
         elif path in COMMANDS:
             for line in code.splitlines():
-                main(shlex.split(line, comments=True)[1:])
+                try:
+                    main(shlex.split(line, comments=True)[1:])
+                except SystemExit as end:  # of help
+                    assert not end.code, line
 
 
 @pytest.mark.seconds
