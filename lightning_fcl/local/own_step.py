@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -120,7 +121,7 @@ class StepTrainer:
         rest, given = clients.rest, (keys, known)
         if not whole:
             params = {name: p.detach()[rows].requires_grad_() for name, p in params.items()}
-            rest, given = _rows((rest, given), rows)
+            rest, given = apply_to_collection((rest, given), Tensor, lambda value: value[rows])
         self._gives = True
         with explained(self._client_rounds[int(rows[0])]):
             try:
@@ -250,12 +251,3 @@ class _OwnStep(nn.Module):
     def forward(self, batch: Batch, batch_idx: int | None) -> Any:
         """What the step returns."""
         return self.module.training_step(*(batch,) if batch_idx is None else (batch, batch_idx))
-
-
-def _rows(value: Any, rows: Tensor) -> Any:
-    """Some clients' part of what is stacked, in any nest of dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return value[rows]
-    if isinstance(value, Mapping):
-        return {name: _rows(part, rows) for name, part in value.items()}
-    return type(value)(_rows(part, rows) for part in value)

@@ -14,6 +14,7 @@ from lightning_fcl.methods.step import matches
 
 if TYPE_CHECKING:
     from lightning_fcl.methods.declaration import Declaration
+    from lightning_fcl.simulation.federation import Federation
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Needs:
         loss: The module states the loss of samples apart from its training step.
         samples: `Method.end_round` and `Method.contribute` look at the round's samples.
         federation: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
-        head: Entries that match the method's argument ``head`` stay with the clients.
+        head: Entries that match the method's argument ``head`` stay with the clients, in a federation.
 
     Example:
         >>> Needs(labels=True, federation="it has no clients").samples
@@ -54,14 +55,13 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
     if needs.loss:
         states_loss(module, f" for `{name}`")
     if needs.federation:
-        need_federation(trainer, name, needs.federation)
-    if needs.head:
-        check_head(trainer, module, vars(method)["head"])
+        federation = need_federation(trainer, name, needs.federation)
+        if needs.head:
+            check_head(federation, module, vars(method)["head"])
 
 
-def check_head(trainer: L.Trainer, module: L.LightningModule, head: str) -> None:
+def check_head(federation: Federation, module: L.LightningModule, head: str) -> None:
     """Refuse a pattern of a head that is all of a module or none of it, or that does not stay with the clients."""
-    federation = need_federation(trainer, "head", "it has no clients that share a body")
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     chosen = sorted(name for name in trainable if matches(name, head))
     if not chosen or len(chosen) == len(trainable):
