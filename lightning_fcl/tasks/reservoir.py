@@ -122,8 +122,7 @@ class ReservoirTask(RidgeTask):
                 f"Expected a `swarm` without `dropout` and `missing` for a `{type(self).__name__}`, whose clients "
                 "begin each round with new sums, but got one with them. Leave them out."
             )
-        size = federation.strategy.cohort_size
-        return ReservoirTrainer(self, None if size == "auto" else size)
+        return ReservoirTrainer(self, federation.strategy.cohort_size)
 
     @property
     def local_models(self) -> bool:

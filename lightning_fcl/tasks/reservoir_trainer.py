@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class ReservoirTrainer(RidgeTrainer):
     """A `RidgeTrainer` that adapts reservoirs in the rounds before their readouts are learnt."""
 
-    def __init__(self, module: ReservoirTask, clients_at_once: int | None = None) -> None:
-        super().__init__(module, clients_at_once)
+    def __init__(self, module: ReservoirTask, cohort_size: int | Literal["auto"] = "auto") -> None:
+        super().__init__(module, cohort_size)
         self._task = module
         self._gain = self._bias = torch.empty(0)
 

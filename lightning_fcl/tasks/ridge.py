@@ -187,8 +187,7 @@ class RidgeTask(Task):
 
     def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> RidgeTrainer:
         self.check_federation(federation, shaping)
-        size = federation.strategy.cohort_size
-        return RidgeTrainer(self, None if size == "auto" else size)
+        return RidgeTrainer(self, federation.strategy.cohort_size)
 
     def check_federation(self, federation: Federation, shaping: Sequence[str]) -> None:
         """Refuse what a federation cannot do with sums."""

@@ -31,10 +31,10 @@ class RidgeTrainer:
     stacked = True
     optimizer = None
 
-    def __init__(self, module: RidgeTask, clients_at_once: int | None = None) -> None:
+    def __init__(self, module: RidgeTask, cohort_size: int | Literal["auto"] = "auto") -> None:
         self.module = module
         fitting = int(max(1, min(256, COHORT_BYTES // module.readout.B.nbytes)))
-        self.clients_at_once = clients_at_once or fitting
+        self.clients_at_once = fitting if cohort_size == "auto" else cohort_size
         self.client_rounds: Sequence[ClientRound] = ()
         self.memories: Sequence[Sequence[Memory]] = ()
         self._a = self._b = torch.empty(0)
