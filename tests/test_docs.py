@@ -67,6 +67,16 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
                     assert not end.code, line
 
 
+@pytest.mark.parametrize("path", sorted((FOLDER / "notebooks").glob("*.md")), ids=lambda path: path.stem)
+def test_a_notebook_imports_what_is_there(path: Path):
+    """The rest of it runs in `make docs`."""
+    code = "\n".join(re.findall(r"^```\{code-cell\} python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL))
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert imports
+    for node in imports:
+        exec(ast.unparse(node), {})
+
+
 @pytest.mark.seconds
 def test_the_front_page_s_methods_remember_what_fine_tuning_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """About .77 and .2, it says."""
