@@ -11,7 +11,7 @@ from typing import Any
 from lightning_fcl.cli.ls import KINDS
 from lightning_fcl.cli.main import COMMANDS
 from lightning_fcl.errors import require
-from lightning_fcl.running.named import named_recipes
+from lightning_fcl.running.rows import named_recipes
 
 MORE = """In ~/.bashrc: eval "$(lightning-fcl completion bash)"
 In ~/.zshrc, below compinit: eval "$(lightning-fcl completion zsh)"

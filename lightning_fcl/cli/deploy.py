@@ -33,8 +33,9 @@ def run(options: Namespace) -> None:
     kind = "*.toml" if options.what == "flower" else "*.npz"
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
         raise ValueError(f"Expected a folder of its own at {out} but it holds something else. Choose another by --out.")
-    from lightning_fcl.running.fit import read_parts, resolve_recipe
-    from lightning_fcl.running.named import find_recipes
+    from lightning_fcl.running.fit import resolve_recipe
+    from lightning_fcl.running.parts import read_parts
+    from lightning_fcl.running.rows import find_recipes
 
     recipe = find_recipes(options.recipes)
     if options.what == "flower":
@@ -45,5 +46,5 @@ def run(options: Namespace) -> None:
     else:
         from lightning_fcl.deployment.own_data import write_split
 
-        files = write_split(read_parts(recipe.configs, [*recipe.words, *options.more]).datamodule, out)
+        files = write_split(read_parts(recipe.configs, [*recipe.fit_words, *options.more]).datamodule, out)
     print("\n".join(map(str, files)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fcl.running.fit import Parts
+    from lightning_fcl.running.parts import Parts
 
 MORE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
   trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
@@ -59,11 +59,11 @@ def report_recipe(
     from lightning_fcl.device.table import report_text
     from lightning_fcl.evaluation.files import write_whole
     from lightning_fcl.models.quantization import fold_batchnorm
-    from lightning_fcl.running.fit import read_parts
-    from lightning_fcl.running.named import find_recipes
+    from lightning_fcl.running.parts import read_parts
+    from lightning_fcl.running.rows import find_recipes
 
     recipe = find_recipes([str(recipe) for recipe in recipes])
-    parts = read_parts(recipe.configs, recipe.words)
+    parts = read_parts(recipe.configs, recipe.fit_words)
     if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
         fold_batchnorm(parts.model)  # as the callback does before the first round
     if input_shape is None or samples is None or nodes is None:

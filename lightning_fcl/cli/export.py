@@ -17,7 +17,7 @@ def run(options: Namespace) -> None:
     from torch import nn
 
     from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_onnx
-    from lightning_fcl.running.trained import trained_parts
+    from lightning_fcl.running.parts import trained_parts
 
     parts = trained_parts(options.run)
     parts.datamodule.setup("test")

@@ -14,7 +14,7 @@ from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.hub.checkpoint import newest_checkpoint
-from lightning_fcl.running.named import find_recipes, read_recipe_file
+from lightning_fcl.running.rows import find_recipes, read_recipe_file
 
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
   lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20

@@ -40,7 +40,7 @@ def run(options: Namespace) -> None:
 
 
 def _recipes() -> dict[str, str]:
-    from lightning_fcl.running.named import named_recipes
+    from lightning_fcl.running.rows import named_recipes
 
     return {name: f"{recipe.title}: {recipe.about}" for name, recipe in named_recipes().items()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_fcl.cli.fit import words_of, words_of_run
 from lightning_fcl.door import many_imports
-from lightning_fcl.running.named import find_recipes
+from lightning_fcl.running.rows import find_recipes
 
 
 def arguments(parser: ArgumentParser) -> None:

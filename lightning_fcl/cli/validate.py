@@ -14,8 +14,8 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    from lightning_fcl.running.checking import describe_recipe
-    from lightning_fcl.running.named import find_recipes
+    from lightning_fcl.running.parts import describe_recipe
+    from lightning_fcl.running.rows import find_recipes
 
     recipe = find_recipes(options.recipes)
-    print(describe_recipe(recipe.configs, [*recipe.words, *options.more]))
+    print(describe_recipe(recipe.configs, [*recipe.fit_words, *options.more]))

@@ -8,15 +8,14 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
 import yaml
-from jsonargparse import ArgumentError, Namespace, get_loader, set_loader
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -30,20 +29,14 @@ from lightning_fcl.evaluation.results import LAST, run_of, write_results
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
-from lightning_fcl.running.ending import StopAfterRound
 from lightning_fcl.running.outcome import outcome
-from lightning_fcl.running.remedies import check_class_paths, refused_by_lightning, remedy
-from lightning_fcl.running.rows import config_words
-from lightning_fcl.running.save_config import SaveConfig
+from lightning_fcl.running.remedies import BY_LIGHTNING, NOT_UNDERSTOOD, check_class_paths, refusals
+from lightning_fcl.running.run_callbacks import SaveConfig, StopAfterRound
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
-from lightning_fcl.simulation.hooks import RESTORED
-from lightning_fcl.simulation.strategy import FederatedStrategy
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
 CLI = TypeVar("CLI", bound="FederatedCLI")
 _SWITCHES = ("enable_progress_bar", "enable_checkpointing")
-_REFUSED = "the recipe or command line is not understood:"
-_BY_LIGHTNING = "Lightning refuses the recipe or command line:"
 
 
 @dataclass
@@ -106,7 +99,7 @@ class FederatedCLI(LightningCLI):
             with refusals():
                 super().__init__(model_class, datamodule_class, **chosen)
         except ValueError as error:
-            typed = chosen.get("args") is None and str(error).startswith(("Expected ", _REFUSED, _BY_LIGHTNING))
+            typed = chosen.get("args") is None and str(error).startswith(("Expected ", NOT_UNDERSTOOD, BY_LIGHTNING))
             if not typed or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             self.parser.exit(2, f"error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")
@@ -195,12 +188,10 @@ class FederatedCLI(LightningCLI):
 
     def fit(self, model: L.LightningModule, **arguments: Any) -> None:
         """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
-        first = self.trainer.is_global_zero
+        config, first = self.config["fit"], self.trainer.is_global_zero
         with occupied(self.out) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
-            tasks = self.config["fit"]["recipe"]["tasks"]
-            if not self.config["fit"]["trainer"]["fast_dev_run"] and (
-                tasks or self.config["fit"]["trainer"]["max_epochs"] is None
-            ):
+            tasks, given = config["recipe"]["tasks"], config["trainer"]
+            if not given["fast_dev_run"] and (tasks or given["max_epochs"] is None):
                 self.datamodule.trainer = self.trainer
                 self.datamodule.setup("fit")
                 self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds_of(tasks)
@@ -208,51 +199,10 @@ class FederatedCLI(LightningCLI):
             if self.leaves_results:
                 program = self.program or f"python {sys.argv[0]}"
                 command = f"{program} fit --config {self.out / 'config.yaml'}"
-                write_results(self.out, outcome(self.trainer, self.datamodule, self.config["fit"], command))
+                write_results(self.out, outcome(self.trainer, self.datamodule, config, command))
                 write_files(self.out)
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(self.program, self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
-
-
-class Parts(FederatedCLI):
-    """What recipes stand for: ``model``, ``datamodule``, ``strategy``, ``callbacks``; `make_trainer`."""
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        for name in ("--ckpt_path", "--weights_only"):
-            parser.add_argument(name)
-
-    def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]
-        strategy, callbacks = (self.config_init["trainer"][name] for name in ("strategy", "callbacks"))
-        self.strategy = strategy if isinstance(strategy, FederatedStrategy) else FederatedStrategy()
-        self.callbacks: list[Callback] = as_list(callbacks)
-
-    def make_trainer(self) -> L.Trainer:
-        """A Trainer that writes nothing: no logger, and no checkpoint of its own."""
-        given = self.config_init["trainer"]
-        saves = any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks)
-        quiet = {"logger": False, "enable_model_summary": False}
-        if given["enable_checkpointing"] is not False:
-            quiet["enable_checkpointing"] = saves
-        named = given["strategy"] if isinstance(given["strategy"], str) else "federated"
-        parts = {"strategy": self.strategy if named == "federated" else named, "callbacks": self.callbacks}
-        with refusals():
-            self.datamodule.setup("fit")
-            if (tasks := self.config["recipe"]["tasks"]) or given["max_epochs"] is None:
-                parts["max_epochs"] = self.datamodule.plan.rounds_of(tasks)
-            return L.Trainer(**{**vars(given), **parts, **quiet})
-
-
-def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> Parts:
-    """What recipes stand for, later ones over earlier ones."""
-    if not recipes:
-        raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
-    try:
-        return _cli(Parts, [*config_words(recipes), *words, "--seed_everything", "false"], run=False)
-    except ValueError as error:
-        if "a `model` but got none" in str(error):
-            raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
-        raise
 
 
 def add_metrics(callbacks: list[Callback], measure_on: Literal["test", "validation"]) -> None:
@@ -270,7 +220,7 @@ def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
 
 def run(arguments: Sequence[str], kind: type[FederatedCLI] = FederatedCLI) -> FederatedCLI:
     """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own."""
-    return _cli(kind, arguments)
+    return command_line(kind, arguments)
 
 
 def _bounded(text: str) -> Any:
@@ -282,7 +232,7 @@ _load_yaml = get_loader("yaml")
 set_loader("yaml", _bounded, (yaml.YAMLError,))
 
 
-def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
+def command_line(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
         "LightningCLI's args parameter is intended",
@@ -293,27 +243,6 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
     ):
         warnings.filterwarnings("ignore", nothing_to_mend)
     return kind(program="lightning-fcl", args=list(arguments), run=run, trainer_defaults=None)
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """What a parser or Lightning refuses in this block is a ValueError with a remedy."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise ValueError(f"{_REFUSED} {remedy(str(error))}") from error
-    except MisconfigurationException as error:
-        raise ValueError(refused_by_lightning(str(error)) or f"{_BY_LIGHTNING} {error}") from error
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if said := refused_by_lightning(str(error)):
-            raise ValueError(said) from error
-        restored = [note for note in getattr(error, "__notes__", []) if note.endswith(RESTORED)]
-        if not restored or isinstance(error, ImportError | ValueError):
-            raise
-        raise ValueError(
-            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}. "
-            "Continue from another one, or start without `ckpt_path`."
-        ) from error
 
 
 def resolve_recipe(arguments: Sequence[str]) -> dict[str, Any]:

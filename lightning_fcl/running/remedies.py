@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pkgutil import resolve_name
 
 import lightning.pytorch as L
 import torch
-from jsonargparse import Namespace
+from jsonargparse import ArgumentError, Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks, loggers
 
 from lightning_fcl.data.partition import Partition
@@ -18,7 +20,12 @@ from lightning_fcl.data.scenarios import Scenario
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import summaries
 from lightning_fcl.errors import did_you_mean, other_lightning
+from lightning_fcl.simulation.hooks import RESTORED
 
+BY_LIGHTNING, NOT_UNDERSTOOD = (
+    "Lightning refuses the recipe or command line:",
+    "the recipe or command line is not understood:",
+)
 _TOP = ("model", "data", "trainer", "recipe", "out", "seed_everything", "ckpt_path", "config", "print_config")
 _ATTRIBUTE = re.compile(r"module [`']([\w.]+)[`'] has no attribute [`'](\w+)[`']")
 _PATH = re.compile(r"Expected a dot import path string: (\S+)")
@@ -44,6 +51,27 @@ _LIGHTNING = {
         r"Expected an accelerator that this machine has but: \1 Use `--trainer.accelerator cpu`."
     ),
 }
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What a parser or Lightning refuses in this block is a ValueError with a remedy."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ValueError(f"{NOT_UNDERSTOOD} {remedy(str(error))}") from error
+    except MisconfigurationException as error:
+        raise ValueError(refused_by_lightning(str(error)) or f"{BY_LIGHTNING} {error}") from error
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if said := refused_by_lightning(str(error)):
+            raise ValueError(said) from error
+        restored = [note for note in getattr(error, "__notes__", []) if note.endswith(RESTORED)]
+        if not restored or isinstance(error, ImportError | ValueError):
+            raise
+        raise ValueError(
+            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}. "
+            "Continue from another one, or start without `ckpt_path`."
+        ) from error
 
 
 def remedy(message: str) -> str:

@@ -1,10 +1,11 @@
-"""The rows of the papers' tables: which recipe each is, and with what arguments."""
+"""Recipes by name: the quickstart, or a row of a paper's table, as ``flwf/flwf-2t-ft`` or ``fedvit/fedvit@small``."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.hub.documents import read_yaml
 
 
 def recipes_folder() -> Path:
@@ -56,7 +58,13 @@ class RowEntry:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a paper's table: the files of its recipe, the paper's numbers, and what else its command line says."""
+    """A recipe, such as a row of a paper's table.
+
+    Args:
+        configs: Its files, later ones over earlier ones.
+        expected: The paper's numbers, where they are not in the files.
+        words: What else its command line says.
+    """
 
     title: str
     configs: tuple[Path, ...]
@@ -74,6 +82,17 @@ class Row:
         if self.expected is None:
             return self.words
         return (*self.words, "--recipe.row", self.title, "--recipe.expected", json.dumps(self.expected))
+
+    @property
+    def command_words(self) -> list[str]:
+        """What names it on a command line."""
+        return [*config_words(self.configs), *self.fit_words]
+
+    @property
+    def about(self) -> str:
+        """The first sentence of the last file's head, as far as its first line has it."""
+        first = self.configs[-1].read_text(encoding="utf-8").partition("\n")[0]
+        return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
 
 
 def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
@@ -153,3 +172,43 @@ def expanded(content: Mapping[str, Any]) -> dict[str, RowEntry]:
                     scales=grid.get("scales"),
                 )
     return result
+
+
+def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
+    """All recipes of the package at a scale, by name; or those of a paper, and the quickstart."""
+    found = {"quickstart": Row("quickstart", (recipes_folder() / "quickstart.yaml",))} if scale == "paper" else {}
+    for folder in sorted(path.parent for path in recipes_folder().glob("*/rows.yaml")):
+        for row in paper_rows(folder, None, scale).values() if paper in ("", folder.name) else ():
+            with suppress(ValueError):  # the paper has no such scale
+                found[f"{folder.name}/{row.slug}"] = replace(row, configs=at_scale(row.configs, scale))
+    return found
+
+
+def read_recipe_file(path: Path) -> Any:
+    """What a recipe's file says, which is refused if it is none."""
+    if not path.exists():
+        raise FileNotFoundError(f"Expected a recipe at {path} but there is no such file.")
+    return read_yaml(path)
+
+
+def find_recipe(name: str) -> Row:
+    """The recipe of the package, or of a YAML file, that a name or a path tells."""
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
+        read_recipe_file(Path(name))
+        return Row(Path(name).stem, (Path(name),))
+    plain, _, scale = name.partition("@")
+    known = named_recipes(scale or "paper", plain.partition("/")[0])
+    if plain not in known:
+        known = named_recipes(scale or "paper")
+        raise ValueError(
+            f"Expected the name of a recipe, or of a YAML file, but got {name}.{did_you_mean(plain, known)} "
+            "`lightning-fcl ls recipes` lists them."
+        )
+    return known[plain]
+
+
+def find_recipes(names: Sequence[str]) -> Row:
+    """Some recipes as one, later ones over earlier ones."""
+    recipes = [find_recipe(name) for name in names]
+    configs = tuple(config for recipe in recipes for config in recipe.configs)
+    return Row(" ".join(names), configs, words=tuple(word for recipe in recipes for word in recipe.fit_words))

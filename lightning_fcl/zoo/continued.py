@@ -23,8 +23,7 @@ from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.methods.method import Method
-from lightning_fcl.running.fit import Parts
-from lightning_fcl.running.trained import with_checkpoint
+from lightning_fcl.running.parts import Parts, with_checkpoint
 from lightning_fcl.zoo.entry import CONTINUE, Entry, read_files, read_folder
 from lightning_fcl.zoo.recipe import recipe_parts
 from lightning_fcl.zoo.registry import folder_of

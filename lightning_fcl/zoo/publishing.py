@@ -22,9 +22,8 @@ from lightning_fcl.evaluation.table import Cell, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.described import describe
-from lightning_fcl.running.fit import Parts, read_parts
+from lightning_fcl.running.parts import Parts, read_parts, trained_checkpoint, with_checkpoint
 from lightning_fcl.running.rows import paper_folder, place_of, scale_name
-from lightning_fcl.running.trained import trained_checkpoint, with_checkpoint
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.card import ENERGY, card
 from lightning_fcl.zoo.continued import continuation, continuation_bytes

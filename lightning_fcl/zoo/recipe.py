@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.hub.documents import read_yaml
-from lightning_fcl.running.fit import Parts, read_parts, resolve_recipe
+from lightning_fcl.running.fit import resolve_recipe
+from lightning_fcl.running.parts import Parts, read_parts
 from lightning_fcl.running.rows import at_scale, config_words, paper_folder, paper_rows, recipes_folder
 
 _NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")

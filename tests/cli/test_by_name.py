@@ -8,12 +8,11 @@ import pytest
 import yaml
 
 from lightning_fcl import __version__
+from lightning_fcl.cli.cp import flat
 from lightning_fcl.cli.ls import KINDS
 from lightning_fcl.cli.main import main
 from lightning_fcl.running.fit import resolve_recipe
-from lightning_fcl.running.flat import flat
-from lightning_fcl.running.named import find_recipe, named_recipes
-from lightning_fcl.running.rows import config_words
+from lightning_fcl.running.rows import config_words, find_recipe, named_recipes
 
 RECIPES = named_recipes()
 OF_EACH_PAPER = [
@@ -113,7 +112,7 @@ def check_flat(name, folder):
     """The file stands for what the recipe does, but for its folder."""
     text = flat(RECIPES[name])
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-    wanted = resolve_recipe(["fit", *config_words(RECIPES[name].configs), *RECIPES[name].words])
+    wanted = resolve_recipe(["fit", *config_words(RECIPES[name].configs), *RECIPES[name].fit_words])
     assert resolve_recipe(["fit", "--config", str(folder / "recipe.yaml")]) | {"out": wanted["out"]} == wanted
     lines = [line for path in RECIPES[name].configs for line in path.read_text().splitlines() if line.startswith("#")]
     assert all(line in text for line in lines) and "+:" not in text

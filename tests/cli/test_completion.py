@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lightning_fcl.cli.main import COMMANDS
-from lightning_fcl.running.named import named_recipes
+from lightning_fcl.running.rows import named_recipes
 
 # What bash does when somebody presses the tabulator behind the words.
 TAB = """

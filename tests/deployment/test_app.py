@@ -21,7 +21,7 @@ from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.deployment.recipe import build, fingerprint, read_recipe
 from lightning_fcl.deployment.serve import pattern
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.running.fit import read_parts
+from lightning_fcl.running.parts import read_parts
 
 ROOT = Path(lightning_fcl.__file__).parents[1]
 PAGE = ROOT / "docs" / "deploy.md"

@@ -5,7 +5,7 @@ import torch
 import yaml
 
 from lightning_fcl import zoo
-from lightning_fcl.running.trained import trained_checkpoint
+from lightning_fcl.running.parts import trained_checkpoint
 from lightning_fcl.zoo import recipe as recipes
 from lightning_fcl.zoo.continued import read_continuation
 from lightning_fcl.zoo.entry import CONTINUE

@@ -10,7 +10,7 @@ import yaml
 import lightning_fcl
 from lightning_fcl import Classifier, create_model, zoo
 from lightning_fcl.cli.main import main
-from lightning_fcl.running.fit import read_parts
+from lightning_fcl.running.parts import read_parts
 from lightning_fcl.zoo import list_models
 
 NAME = "mlp.digits.flwf2t_replay"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
-from lightning_fcl.running.trained import trained_parts
+from lightning_fcl.running.parts import trained_parts
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, read_entry, read_files
 from lightning_fcl.zoo.publishing import publish
 from lightning_fcl.zoo.recipe import packaged_recipe

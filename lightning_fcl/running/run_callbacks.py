@@ -1,4 +1,4 @@
-"""How a fit ends that is told to stop: after the round at hand, with a checkpoint from which it goes on."""
+"""The callbacks of every fit from a command line: its ``config.yaml``, and its end where it is told to stop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,33 @@ from pathlib import Path
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import SaveConfigCallback
 
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.results import CONFIG, start_over
 from lightning_fcl.running.stop import Stopped, stop
+
+_PLACES = ("config", "out", "ckpt_path", "weights_only")  # of one fit, where the file is of the run, wherever it lies
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is."""
+
+    folder = Path("runs/fit")
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Nothing yet."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not trainer.ckpt_path:
+            start_over(self.folder)
+        config = self.config.clone()
+        for name in _PLACES:
+            config.pop(name, None)
+        write_whole(self.folder / CONFIG, self.parser.dump(config, skip_none=False, skip_validation=True))
 
 
 class StopAfterRound(Callback):

@@ -1,25 +1,99 @@
-"""What can be known of a recipe before it trains."""
+"""What recipes stand for: their parts, tried without training, or with the state of a run's checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_fcl.callbacks import BaseSession, Pretrain
 from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.hub.checkpoint import checkpoint_file
+from lightning_fcl.federation.aggregation import check_state
+from lightning_fcl.hub.checkpoint import checkpoint_file, newest_checkpoint, read_checkpoint
 from lightning_fcl.methods.method import Method
-from lightning_fcl.running.fit import add_metrics, read_parts, refusals
+from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, command_line
 from lightning_fcl.running.outcome import refuse_no_round
+from lightning_fcl.running.remedies import refusals
+from lightning_fcl.running.rows import config_words
 from lightning_fcl.simulation.limits import check_ranks
 from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
+
+
+class Parts(FederatedCLI):
+    """What recipes stand for: ``model``, ``datamodule``, ``strategy``, ``callbacks``; `make_trainer`."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        for name in ("--ckpt_path", "--weights_only"):
+            parser.add_argument(name)
+
+    def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]
+        strategy, callbacks = (self.config_init["trainer"][name] for name in ("strategy", "callbacks"))
+        self.strategy = strategy if isinstance(strategy, FederatedStrategy) else FederatedStrategy()
+        self.callbacks: list[Callback] = as_list(callbacks)
+
+    def make_trainer(self) -> L.Trainer:
+        """A Trainer that writes nothing: no logger, and no checkpoint of its own."""
+        given = self.config_init["trainer"]
+        saves = any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks)
+        quiet = {"logger": False, "enable_model_summary": False}
+        if given["enable_checkpointing"] is not False:
+            quiet["enable_checkpointing"] = saves
+        named = given["strategy"] if isinstance(given["strategy"], str) else "federated"
+        parts = {"strategy": self.strategy if named == "federated" else named, "callbacks": self.callbacks}
+        with refusals():
+            self.datamodule.setup("fit")
+            if (tasks := self.config["recipe"]["tasks"]) or given["max_epochs"] is None:
+                parts["max_epochs"] = self.datamodule.plan.rounds_of(tasks)
+            return L.Trainer(**{**vars(given), **parts, **quiet})
+
+
+def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> Parts:
+    """What recipes stand for, later ones over earlier ones."""
+    if not recipes:
+        raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
+    try:
+        return command_line(Parts, [*config_words(recipes), *words, "--seed_everything", "false"], run=False)
+    except ValueError as error:
+        if "a `model` but got none" in str(error):
+            raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
+        raise
+
+
+def trained_parts(run: Path) -> Parts:
+    """A run's recipe, with the state of its newest checkpoint in the model."""
+    checkpoint = trained_checkpoint(run)
+    return with_checkpoint(read_parts([run / "config.yaml"]), checkpoint)
+
+
+def trained_checkpoint(run: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run: tensors and plain values."""
+    checkpoint = newest_checkpoint(run / "checkpoints")
+    if checkpoint is None or not (run / "config.yaml").is_file():
+        raise ValueError(
+            f"Expected {run} to be the folder of a run, with config.yaml and checkpoints, but it is none. Give what "
+            "was `--out` of `lightning-fcl fit`."
+        )
+    return read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), checkpoint)
+
+
+def with_checkpoint(parts: Parts, checkpoint: dict[str, Any]) -> Parts:
+    for callback in parts.callbacks:
+        if isinstance(callback, BaseSession):
+            callback.freeze(parts.model.model)
+    check_state(parts.model, checkpoint["state_dict"])
+    parts.model.load_state_dict(checkpoint["state_dict"])
+    parts.model.on_load_checkpoint(checkpoint)
+    return parts
 
 
 def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
