@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_fcl.tasks.reservoir import ReservoirClassifier as ReservoirClassifier
     from lightning_fcl.tasks.reservoir import ReservoirRegressor as ReservoirRegressor
     from lightning_fcl.tasks.ridge import RidgeClassifier as RidgeClassifier
-    from lightning_fcl.zoo.create import create_model as create_model
+    from lightning_fcl.zoo.loading import create_model as create_model
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__)
 

@@ -14,10 +14,9 @@ from lightning_fcl.evaluation.files import locked, sha256, write_whole
 from lightning_fcl.evaluation.sums import check_digest, write_sums
 from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
 from lightning_fcl.zoo import publish
-from lightning_fcl.zoo.card import card
 from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, read_entry, read_files
 from lightning_fcl.zoo.loading import read_tensors
-from lightning_fcl.zoo.publishing import spread_of
+from lightning_fcl.zoo.publishing import card, spread_of
 from lightning_fcl.zoo.registry import LOCK, REGISTRY, read_registry, register
 
 HERE = Path(__file__).parent

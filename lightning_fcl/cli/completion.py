@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_fcl.running.rows import named_recipes
 MORE = """In ~/.bashrc: eval "$(lightning-fcl completion bash)"
 In ~/.zshrc, below compinit: eval "$(lightning-fcl completion zsh)"
 """
+_FOR_WHAT = "writes what shells complete by"
 _RECIPES = "_lightning_fcl_recipes"
 _PREAMBLE = {
     "bash": '%s() { compgen -W "%s" -- "$1"; compgen -f -- "$1"; }',
@@ -29,36 +29,32 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    shtab = require("shtab", "writes what shells complete by")
-    whole = ArgumentParser("lightning-fcl")
+    shtab = require("shtab", _FOR_WHAT)
+    whole = _Completed("lightning-fcl", conflict_handler="resolve")
     whole.add_argument("--version", action="store_true")
     commands = whole.add_subparsers()
     for name, (module, what) in COMMANDS.items():
         about = " ".join(what.partition("lightning-fcl")[0].split()).rstrip(":")
-        parser = commands.add_parser(name, help=about, conflict_handler="resolve")
-        import_module(f"lightning_fcl.cli.{module}").arguments(parser)
-        for action in _actions(parser):
-            _complete(action, shtab)
+        import_module(f"lightning_fcl.cli.{module}").arguments(
+            commands.add_parser(name, help=about, conflict_handler="resolve")
+        )
     preamble = _PREAMBLE[options.shell] % (_RECIPES, " ".join(named_recipes()))
     script = shtab.complete(whole, options.shell, preamble={options.shell: preamble})
     # zsh looks for scripts by their first line; one that is evaluated says itself what it completes.
     print(f"{script}\ncompdef _shtab_lightning_fcl lightning-fcl" if options.shell == "zsh" else script)
 
 
-def _actions(parser: ArgumentParser) -> Iterator[Action]:
-    for action in parser._actions:
-        yield action
-        for below in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
-            yield from _actions(below)
+class _Completed(ArgumentParser):
+    """A parser whose arguments say how they are completed, and those of its subcommands."""
 
-
-def _complete(action: Action, shtab: Any) -> None:
-    """Say how an argument is completed, where its parser does not."""
-    if action.dest in ("recipes", "recipe", "config"):
-        action.complete = {"bash": _RECIPES, "zsh": _RECIPES}  # type: ignore[attr-defined]
-    elif action.dest == "kind" and not action.choices:
-        action.choices = tuple(KINDS)
-    elif action.dest == "out" or action.metavar == "RUN":
-        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    elif action.type is Path:
-        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    def add_argument(self, *names: Any, **settings: Any) -> Action:
+        action, shtab = super().add_argument(*names, **settings), require("shtab", _FOR_WHAT)
+        if action.dest in ("recipes", "recipe", "config"):
+            action.complete = {"bash": _RECIPES, "zsh": _RECIPES}  # type: ignore[attr-defined]
+        elif action.dest == "kind" and not action.choices:
+            action.choices = tuple(KINDS)
+        elif action.dest == "out" or action.metavar == "RUN":
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.type is Path:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        return action

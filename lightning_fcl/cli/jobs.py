@@ -26,7 +26,7 @@ from lightning_fcl.evaluation.results import is_whole, read_results, start_over
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.evaluation.task_by_task import first_tasks
 from lightning_fcl.running.rows import config_words
-from lightning_fcl.running.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
+from lightning_fcl.running.stop import Stopped, end_with_parent, stop, threads_say_one_line
 
 T = TypeVar("T")
 
@@ -35,11 +35,7 @@ _STAMP = "fingerprint"
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one recipe.
-
-    ``tasks`` are the first tasks that are trained; None: all. It stays the same run, which goes on from one to the
-    other.
-    """
+    """One run of one recipe, of its first tasks or of all: it stays the same run, which goes on to more."""
 
     label: str
     configs: tuple[Path, ...]
@@ -50,15 +46,8 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        return [
-            "fit",
-            *config_words(self.configs),
-            "--seed_everything",
-            str(self.seed),
-            "--out",
-            str(self.out),
-            *self.extra,
-        ]
+        own = ["--seed_everything", str(self.seed), "--out", str(self.out)]
+        return ["fit", *config_words(self.configs), *own, *self.extra]
 
     @property
     def fingerprint(self) -> str:
@@ -132,11 +121,15 @@ def side_by_side(
     if workers <= 1:
         yield from ((job, function(job)) for job in jobs)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _begin_worker)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a terminal's Ctrl-C is this process's alone
     try:
+        try:
+            futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         with stop.after(_end_workers):
-            yield from _results(pool, function, jobs)
+            yield from ((futures[future], future.result()) for future in as_completed(futures))
             if stop.signal:
                 raise Stopped(stop.signal, "the workers have ended.")
     except BrokenProcessPool as error:
@@ -150,20 +143,8 @@ def side_by_side(
         pool.shutdown(cancel_futures=True)
 
 
-def _results(
-    pool: ProcessPoolExecutor, function: Callable[[Job], T], jobs: Sequence[Job]
-) -> Generator[tuple[Job, T], None, None]:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a terminal's Ctrl-C is this process's alone
-    try:
-        futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    for future in as_completed(futures):
-        yield futures[future], future.result()
-
-
 def _end_workers() -> str:
-    for process in own_processes():
+    for process in multiprocessing.active_children():
         process.terminate()
     return "ending the workers; each run goes on from its last round."
 

@@ -22,7 +22,7 @@ from lightning_fcl.evaluation.results import read_results, write_results
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.evaluation.table import Table, write_table
 from lightning_fcl.evaluation.task_by_task import with_tasks
-from lightning_fcl.running.rows import Row, at_scale, paper_folder, paper_rows, place_of
+from lightning_fcl.running.rows import at_scale, paper_folder, paper_rows, place_of
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -45,21 +45,26 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
+    """Run a paper's recipes and write their table: what is finished already, or kept beside them, is not run again.
 
     The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists under ``metrics``.
-    The figures that it describes under ``figures`` are drawn too, see `lightning_fcl.evaluation.figures.write_figures`.
-    Runs kept beside the recipes are taken as finished.
     """
     paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
     folder = paper_folder(paper)
-    given = {"workers": workers, "tasks": options.tasks}
-    at_least(1, seeds=seeds, **{name: number for name, number in given.items() if number is not None})
+    given = {"seeds": seeds, "workers": workers, "tasks": options.tasks}
+    at_least(1, **{name: number for name, number in given.items() if number is not None})
     out = options.out or Path("runs") / f"{paper}-{scale}"
     rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
     figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
-    jobs = {name: _jobs(name, row, scale, seeds, out, options.tasks) for name, row in rows.items()}
+    jobs = {
+        name: [
+            Job(f"{name}, seed {seed}", configs, seed, out / row.slug / f"seed-{seed}", row.fit_words, options.tasks)
+            for seed in range(seeds)
+        ]
+        for name, row in rows.items()
+        for configs in [at_scale(row.configs, scale)]
+    }
     kept = place_of(folder, scale)
     take([job for runs in jobs.values() for job in runs], out, kept)
     if options.finished:
@@ -85,11 +90,6 @@ def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | 
     words += ["--tasks", str(tasks)] if tasks else []
     words += ["--seeds", str(seeds), *(["--finished"] if finished else [])]
     return shlex.join(["lightning-fcl", "reproduce", paper, *words])
-
-
-def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path, tasks: int | None) -> list[Job]:
-    configs, extra, place = at_scale(row.configs, scale), row.fit_words, out / row.slug
-    return [Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", extra, tasks) for seed in range(seeds)]
 
 
 def _write(

@@ -27,14 +27,17 @@ from lightning_fcl.running.rows import config_words, paper_rows
 
 
 @dataclass(frozen=True)
-class SearchFile:
-    """What a search file says.
+class Search:
+    """What a search file says, of one of its cases and perhaps for a row.
 
     Args:
         space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
         cases: Settings that stay as they are in a search of their own, for each case by its name.
         first_seed: The first of the seeds, so that settings may be chosen on others than those of a table.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
+        recipes: The files of its recipe.
+        words: What else the command line of each run says: that of a row.
+        points: The grid, where it is not that of the space.
     """
 
     configs: list[str]
@@ -48,19 +51,6 @@ class SearchFile:
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     first_seed: int = 0
     scale: str = "paper"
-
-
-@dataclass(frozen=True)
-class Search(SearchFile):
-    """One of the searches that a search file says.
-
-    Args:
-        recipes: The files of its recipe.
-        words: What else the command line of each run says: that of a row.
-        case: Which of its cases.
-        points: The grid, where it is not that of the space.
-    """
-
     recipes: tuple[Path, ...] = ()
     words: tuple[str, ...] = ()
     case: str | None = None
@@ -82,7 +72,7 @@ class Search(SearchFile):
 
     @classmethod
     def read(cls, path: Path, trials: int | None = None, case: str | None = None, row: str | None = None) -> Search:
-        """Read a search file, perhaps with another number of trials, choose one of its cases, and perhaps a row.
+        """Read a search file, perhaps with another number of trials.
 
         A row of the ``rows.yaml`` beside it comes before ``configs``, but for settings that are searched for.
         """
@@ -95,21 +85,20 @@ class Search(SearchFile):
             raise ValueError(f"Expected `space`, and each of `cases`, in {path} to hold settings by name.")
         if isinstance(content.get("configs"), str):
             content["configs"] = [content["configs"]]
-        file = parse(SearchFile, content, path, space=space, cases=cases)
-        recipes = tuple(path.parent / name for name in file.configs)
+        content |= {} if trials is None else {"trials": trials}
+        none_yet: dict[str, object] = {"recipes": (), "words": (), "points": ()}
+        search = parse(cls, content, path, space=space, cases=cases, case=case, **none_yet)
+        recipes = tuple(path.parent / name for name in search.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
             raise ValueError(f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.")
-        search = cls(**{**vars(file), "trials": trials or file.trials}, recipes=recipes, case=case)
-        return search if row is None else search.of_row(path.parent, row)
-
-    def of_row(self, folder: Path, name: str) -> Search:
-        """The same search for a row of a folder's ``rows.yaml``."""
-        row, set_here = paper_rows(folder, [name], self.scale)[name], {*self.space, *self.fixed}
-        pairs = zip(row.words[::2], row.words[1::2], strict=True)
+        if row is None:
+            return replace(search, recipes=recipes)
+        told, set_here = paper_rows(path.parent, [row], search.scale)[row], {*search.space, *search.fixed}
+        pairs = zip(told.words[::2], told.words[1::2], strict=True)
         words = [word for pair in pairs if pair[0].removeprefix("--") not in set_here for word in pair]
-        return replace(self, recipes=(*row.configs, *self.recipes), words=tuple(words))
+        return replace(search, recipes=(*told.configs, *recipes), words=tuple(words))
 
-    def among(self, file: Path) -> Search:
+    def with_trials_of(self, file: Path) -> Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
         try:
             trials = pd.read_csv(file, dtype=str, keep_default_na=False)
@@ -139,10 +128,8 @@ class Search(SearchFile):
 
     def grid(self) -> Iterator[dict[str, Any]]:
         """Every point of the space, the last setting varying fastest, or the points of another search."""
-        if self.points:
-            return iter(self.points)
-        points = [_grid_points(key, what) for key, what in self.distributions.items()]
-        return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
+        axes = [] if self.points else [_grid_points(key, what) for key, what in self.distributions.items()]
+        return iter(self.points or (dict(zip(self.space, one, strict=True)) for one in itertools.product(*axes)))
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """What Optuna's parameters stand for in the recipe, and the settings of the case."""
@@ -203,24 +190,19 @@ def _grid_points(key: str, what: BaseDistribution) -> Sequence[Any]:
 
 
 def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The recipe that, behind the others, changes their settings.
-
-    Args:
-        settings: Values by path; ``trainer.callbacks.CLASS.ARGUMENT`` finds the callback in the list.
-    """
+    """The recipe that, behind the others, changes settings by their paths."""
     recipe: dict[str, Any] = {}
     for key, value in settings.items():
         place, words = recipe, key.split(".")
         if words[:2] == ["trainer", "callbacks"] and len(words) > 3:
             listed = recipe.setdefault("trainer", {}).setdefault("callbacks", copy.deepcopy(list(callbacks)))
-            named = [entry for entry in listed if _class_name(entry) == words[2]]
-            if len(named) != 1:
-                names = [_class_name(entry) for entry in listed]
+            names = [str(entry["class_path"]).rpartition(".")[2] for entry in listed]
+            if names.count(words[2]) != 1:
                 raise ValueError(
                     f"Expected one callback {words[2]} in the recipe for `{key}` but its callbacks are "
                     f"{', '.join(names) or 'none'}.{did_you_mean(words[2], names)}"
                 )
-            place, words = named[0].setdefault("init_args", {}), words[3:]
+            place, words = listed[names.index(words[2])].setdefault("init_args", {}), words[3:]
         for word in words[:-1]:
             if not isinstance(place.get(word), dict):
                 place[word] = {}
@@ -258,7 +240,3 @@ def try_settings(search: Search) -> list[dict[str, Any]]:
 def _label(choice: Any) -> Any:
     """A choice as Optuna can keep it: lists and mappings as text."""
     return json.dumps(choice) if isinstance(choice, list | dict) else choice
-
-
-def _class_name(callback: Mapping[str, Any]) -> str:
-    return str(callback["class_path"]).rpartition(".")[2]

@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import shlex
+import shutil
 import statistics
 import sys
 import textwrap
@@ -26,11 +27,12 @@ import optuna
 import pandas as pd
 import yaml
 from optuna.distributions import FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
 from lightning_fcl.cli.jobs import Job, finished, run_job, side_by_side, telling
-from lightning_fcl.cli.journal import open_study
 from lightning_fcl.cli.search import Search, trial_recipe, try_settings
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation import charts
@@ -77,10 +79,10 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    numbers = {name: getattr(options, name) for name in ("trials", "workers")}
-    at_least(1, **{name: number for name, number in numbers.items() if number is not None})
+    given = {"trials": options.trials, "workers": options.workers}
+    at_least(1, **{name: number for name, number in given.items() if number is not None})
     search = Search.read(options.file, options.trials, options.case, options.row)
-    search = search if options.among is None else search.among(options.among)
+    search = search if options.among is None else search.with_trials_of(options.among)
     grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
     names = [slug(name) for name in (search.case, options.row) if name is not None]
     out = options.out or Path("runs") / "-".join(["tune", options.file.stem, *names])
@@ -89,12 +91,12 @@ def run(options: Namespace) -> None:
     study = open_study(search, options.seed, out, options.restart)
     number = len(grid) or search.trials or 0
     size = _BATCH if search.sampler == "tpe" else number
-    done = len(_those(study, *STATES))
+    done = len(_trials(study, *STATES))
     if done:
         print(f"{done} trials are there already.", file=sys.stderr)
 
     def so_far() -> str:
-        return f"{len(_those(study, *STATES))} of {number} trials are done; the same command goes on with the others."
+        return f"{len(_trials(study, *STATES))} of {number} trials are done; the same command goes on with the others."
 
     with telling(so_far), tqdm(total=max(number, done), initial=done, unit="trial") as bar:
         for start in range(0, number, size):
@@ -106,13 +108,45 @@ def run(options: Namespace) -> None:
                     jobs[index] = trial_jobs(search, index, recipe, out)
             for index, problems in outcomes(jobs, options.workers):
                 if settle(study, search, index, jobs[index], problems):
-                    best = study.best_trial if _those(study, TrialState.COMPLETE) else None
+                    best = study.best_trial if _trials(study, TrialState.COMPLETE) else None
                     shown = f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
                     bar.set_postfix_str(shown)
                     bar.update()
     chosen = {"--row": options.row, "--case": search.case, "--among": options.among}
     named = [str(word) for option, value in chosen.items() if value is not None for word in (option, value)]
     write_trials(study, search, shlex.join([str(options.file), *named]), out)
+
+
+def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.Study:
+    """The journal of a search's trials, which is Optuna's: opened where it is whole, and of this very search."""
+    if restart:
+        for folder in out.glob("trial-[0-9]*"):
+            shutil.rmtree(folder)
+        (out / "optuna.journal").unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    journal = out / "optuna.journal"
+    if journal.exists():  # a line that a kill or a full disk has cut off at its end is of nothing that was done
+        content = journal.read_bytes()
+        if not content.endswith(b"\n"):
+            write_whole(journal, content[: content.rfind(b"\n") + 1])
+    try:
+        storage = JournalStorage(JournalFileBackend(str(journal)))
+        study = optuna.create_study(storage=storage, study_name="tune", direction=search.direction, load_if_exists=True)
+    except Exception as error:  # whatever a damaged line makes of what replays it
+        raise ValueError(
+            f"Expected {journal} to be as it was written but it is damaged: {type(error).__name__} {error}. Begin anew "
+            "with --restart, or choose another --out."
+        ) from error
+    mark = search.fingerprint(seed)
+    if study.user_attrs.get("fingerprint", mark) != mark:
+        if _trials(study, *STATES):
+            raise ValueError(
+                f"Expected the search of which {out} has trials but the search file, a recipe of it, or the seed is "
+                "another. Take back the change, choose another --out, or begin anew with --restart, which deletes them."
+            )
+        return open_study(search, seed, out, restart=True)  # nothing is lost
+    study.set_user_attr("fingerprint", mark)
+    return study
 
 
 def propose(
@@ -191,7 +225,7 @@ def settle(study: optuna.Study, search: Search, number: int, jobs: Sequence[Job]
     problem, value = next(iter(problems), ""), math.nan
     if not problem:
         results = [read_results(job.out)["metrics"] for job in jobs]
-        if search.objective not in results[0] and not _those(study, TrialState.COMPLETE):
+        if search.objective not in results[0] and not _trials(study, TrialState.COMPLETE):
             known = ", ".join(results[0])
             raise ValueError(f"Expected `objective` to be one of {known} but got {search.objective}.")
         values = [result.get(search.objective) for result in results]
@@ -211,7 +245,7 @@ def settle(study: optuna.Study, search: Search, number: int, jobs: Sequence[Job]
     failures[str(number)] = problem
     study.set_user_attr("failures", failures)
     study.tell(number, state=TrialState.FAIL)
-    if len(failures) >= _PATIENCE and len({*failures.values()}) == 1 and not _those(study, TrialState.COMPLETE):
+    if len(failures) >= _PATIENCE and len({*failures.values()}) == 1 and not _trials(study, TrialState.COMPLETE):
         raise ValueError(
             f"The first {len(failures)} trials all failed: {problem.rstrip('.')}. Mend it, then use --restart."
         )
@@ -223,7 +257,7 @@ def write_trials(study: optuna.Study, search: Search, named: str, out: Path) -> 
     failures: dict[str, str] = study.user_attrs.get("failures", {})
     trials = [
         {"trial": trial.number, "state": STATES[trial.state], search.objective: trial.value, **trial.params}
-        for trial in _those(study, *STATES)
+        for trial in _trials(study, *STATES)
     ]
     frame = pd.DataFrame(trials, columns=["trial", "state", search.objective, *search.space])
     frame["failure"] = [failures.get(str(number), "") for number in frame["trial"]]
@@ -262,7 +296,7 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
             x = alt.X(f"{field}:N", title=name)
         panels.append(base.encode(x=x).properties(width=220, height=220))
     rows = []
-    for trial in _those(study, TrialState.COMPLETE):
+    for trial in _trials(study, TrialState.COMPLETE):
         settings = {path.replace(".", " "): value for path, value in trial.params.items()}
         rows.append({"trial": trial.number, "value": trial.value, **settings})
     return charts.spec(alt.concat(*panels, columns=4), rows=rows)
@@ -283,7 +317,7 @@ def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out:
     return write_whole(path, head + (out / f"trial-{trial.number:04}" / "trial.yaml").read_text())
 
 
-def _those(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
+def _trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=states)
 
 

@@ -100,8 +100,8 @@ def _verify(options: Namespace) -> None:
 
 
 def _predict(options: Namespace) -> None:
-    from lightning_fcl.zoo.files import read_samples
     from lightning_fcl.zoo.loading import load
+    from lightning_fcl.zoo.pretrained import read_samples
 
     model = load(options.name)
     for number, found in enumerate(model.predict(read_samples(options.file, model.entry), options.rate)):

@@ -3,6 +3,7 @@
 import pickletools
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -71,22 +72,16 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The whole checkpoint of the latest step in a folder, whatever the time of its file; None: there is none."""
     moments = {}
     for path in folder.glob("*.ckpt"):
-        try:
+        with suppress(Exception):  # whatever a damaged file makes of its reader
             check_archive(path)
-            moments[path] = (*_moment(path), path.stat().st_mtime)
-        except Exception:  # whatever a damaged file makes of its reader
-            continue
+            with ZipFile(path) as archive:
+                content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+            first = islice(pickletools.genops(content), 12)  # epoch and step stand there; nothing is made of them
+            words = [word for code, word, _ in first if word is not None and "PUT" not in code.name]
+            state = dict(pairwise(words))
+            step = (int(state.get(name, -1)) for name in ("epoch", "global_step"))
+            moments[path] = (*step, path.stat().st_mtime)
     return max(moments, key=lambda path: moments[path], default=None)
-
-
-def _moment(path: Path) -> tuple[int, ...]:
-    """The epoch and step of a checkpoint, which stand at its beginning; nothing is made of what it holds."""
-    with ZipFile(path) as archive:
-        content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
-    first = islice(pickletools.genops(content), 12)
-    words = [word for code, word, _ in first if word is not None and "PUT" not in code.name]
-    state = dict(pairwise(words))
-    return tuple(int(state.get(name, -1)) for name in ("epoch", "global_step"))
 
 
 def _instead(file: Path) -> str:

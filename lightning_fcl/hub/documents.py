@@ -19,7 +19,6 @@ SIZE = 1_000_000
 NODES = 100_000
 """Values that it may stand for, each counted as often as an alias repeats it."""
 
-
 DEPTH = 100
 """How deep values may lie within values."""
 
@@ -32,7 +31,12 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 
 
 def read_yaml(path: Path) -> Any:
-    check_file(path)
+    if path.is_block_device() or path.is_char_device():
+        raise ValueError(f"Expected {path} to be a YAML file but it is a device. Name a file.")
+    if not path.exists():
+        raise FileNotFoundError(f"Expected a YAML file at {path} but there is none.")
+    if (size := path.stat().st_size) > SIZE:
+        raise ValueError(f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}. Cut it.")
     try:
         text = path.read_text(encoding="utf-8")
         check_yaml(text)
@@ -42,11 +46,9 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse(kind: type[Document], content: object, where: object, **made: object) -> Document:
-    """A dataclass of plain fields from a document; jsonargparse refuses what is missing and what is of another type.
+    """A dataclass of plain fields from a document, which messages call ``where``, and of fields that are made already.
 
-    Args:
-        where: What messages call the document.
-        made: Other fields: what may name a class is not for jsonargparse, which would import it.
+    What may name a class is made by the caller: jsonargparse would import it.
     """
     jsonargparse = require("jsonargparse", "reads documents")
     known = [field.name for field in fields(kind) if field.name not in made]  # type: ignore[arg-type]
@@ -66,16 +68,6 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
         return kind(**vars(values), **made)
     except ValueError as error:
         raise ValueError(f"{error} It is said in {where}.") from error
-
-
-def check_file(path: Path) -> None:
-    """Refuse to read a file that is larger than a document may be, or that never ends."""
-    if path.is_block_device() or path.is_char_device():
-        raise ValueError(f"Expected {path} to be a YAML file but it is a device. Name a file.")
-    if not path.exists():
-        raise FileNotFoundError(f"Expected a YAML file at {path} but there is none.")
-    if (size := path.stat().st_size) > SIZE:
-        raise ValueError(f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}. Cut it.")
 
 
 def check_yaml(text: str) -> None:
@@ -100,19 +92,14 @@ def check_yaml(text: str) -> None:
 def _size(node: yaml.Node, known: dict[int, int]) -> int:
     """How many values a node stands for; one that contains itself never ends, which Python says by its depth."""
     if id(node) not in known:
-        _check_keys(node)
+        seen: set[object] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
+            name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
+            if name in seen and name != "<<":  # PyYAML takes the last one, and says nothing
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"Expected each key once but got `{name}` again in line {line}. Leave one out.")
+            seen.add(name)
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
         known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]
-
-
-def _check_keys(node: yaml.Node) -> None:
-    """Refuse a key that comes again: PyYAML takes the last one, and says nothing."""
-    seen: set[object] = set()
-    for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
-        name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
-        if name in seen and name != "<<":
-            line = key.start_mark.line + 1
-            raise yaml.YAMLError(f"Expected each key once but got `{key.value}` again in line {line}. Leave one out.")
-        seen.add(name)

@@ -65,8 +65,7 @@ def describe(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     made, arguments = value, {}
-    if isinstance(value, partial):
-        # A recipe's is a partial of what makes objects, with the class as its last argument.
+    if isinstance(value, partial):  # a recipe's is one of what makes objects, with the class as its last argument
         *_, made = (value.func, *value.args)
         arguments = describe(value.keywords)
     if isinstance(made, type) and _class_named(path := f"{_OPTIMIZERS}.{made.__name__}") is made:
@@ -100,16 +99,12 @@ def rebuild(description: object, name: str) -> Any:
 
 def cast_arguments(make: Callable[..., object], arguments: Mapping[str, object], name: str) -> dict[str, object]:
     """The arguments of a class or function from plain data, by their names and types, before it is called."""
-    known = inspect.signature(make).parameters
-    open_ended = any(one.kind is one.VAR_KEYWORD for one in known.values())
-    for key in arguments:
-        if key not in known and not open_ended:
-            raise ValueError(
-                f"Expected arguments of {_named(make)} for `{name}` but got `{key}`.{did_you_mean(key, known)}"
-            )
-    for key, one in known.items():
-        if one.default is one.empty and key not in arguments and one.kind is not one.VAR_KEYWORD:
-            raise ValueError(f"Expected the argument `{key}` of {_named(make)} for `{name}` but it is missing.")
+    signature = inspect.signature(make)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        hint = "".join(did_you_mean(key, signature.parameters) for key in arguments if key not in signature.parameters)
+        raise ValueError(f"Expected arguments of {_named(make)} for `{name}` but got others: {error}.{hint}") from None
     hints = get_type_hints(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
     cast: dict[str, object] = {}
     for key, value in arguments.items():

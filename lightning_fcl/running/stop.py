@@ -13,13 +13,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import active_children
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from lightning_fcl.evaluation.files import remove_temporary
-
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _PATIENCE = 5.0  # seconds that child processes have to end
@@ -98,7 +96,7 @@ def end(number: int, message: str = "") -> NoReturn:
     """End this process and its children at once; of temporary files nothing stays."""
     if message:
         say(message)
-    children = own_processes()
+    children = active_children()
     for child in children:
         child.terminate()
     for child in children:
@@ -109,12 +107,6 @@ def end(number: int, message: str = "") -> NoReturn:
         with suppress(Exception):  # it may be in the midst of a write
             stream.flush()
     os._exit(128 + number)
-
-
-def own_processes() -> list[BaseProcess]:
-    from multiprocessing import active_children  # not every command needs it
-
-    return [*active_children()]
 
 
 def say(message: str) -> None:

@@ -12,10 +12,10 @@ from lightning_fcl.door import lazy_names
 if TYPE_CHECKING:
     from lightning_fcl.zoo.continued import Continuation as Continuation
     from lightning_fcl.zoo.continued import continue_from as continue_from
-    from lightning_fcl.zoo.create import create_model as create_model
-    from lightning_fcl.zoo.create import pretrained_reservoir as pretrained_reservoir
     from lightning_fcl.zoo.entry import Entry as Entry
+    from lightning_fcl.zoo.loading import create_model as create_model
     from lightning_fcl.zoo.loading import load as load
+    from lightning_fcl.zoo.loading import pretrained_reservoir as pretrained_reservoir
     from lightning_fcl.zoo.pretrained import Prediction as Prediction
     from lightning_fcl.zoo.pretrained import Pretrained as Pretrained
     from lightning_fcl.zoo.publishing import publish as publish

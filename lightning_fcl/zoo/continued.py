@@ -25,8 +25,8 @@ from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.parts import Parts, with_checkpoint
 from lightning_fcl.zoo.entry import CONTINUE, Entry, read_files, read_folder
-from lightning_fcl.zoo.recipe import recipe_parts
 from lightning_fcl.zoo.registry import folder_of
+from lightning_fcl.zoo.verifying import recipe_parts
 
 LEAST = 3
 """How many clients a sum must come from, in each class, for it to be published."""
@@ -91,9 +91,15 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
         )
     check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)
-    kept = _federation(checkpoint)
+    _, kept = _federation(checkpoint)
     if clients is not None:
-        kept["clients"] = _clients(clients, kept)
+        _, own = _federation(read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), clients))
+        here = own["fingerprint"]
+        if any(here.get(name, value) != value for name, value in kept["fingerprint"].items()):
+            raise ValueError(
+                f"Expected `clients` of the published recipe, seed and data but {clients} is of others. Leave it out."
+            )
+        kept["clients"] = dict(own["clients"])
     parts = recipe_parts(entry.recipe, entry.full_name)
     trainer = parts.make_trainer()
     module = with_checkpoint(parts, checkpoint).model
@@ -109,7 +115,7 @@ def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> di
     Args:
         first: Whether nothing was published by that name before: the difference of two sums may be a single client's.
     """
-    kept = dict(_federation(checkpoint))
+    key, kept = _federation(checkpoint)
     methods = {method.state_key: method for method in parts.callbacks if isinstance(method, Method)}
     reductions = [*reductions_of(parts.model, parts.strategy.rules).values()]
     reductions += [resolve(name, rule) for method in methods.values() for name, rule in method.reductions.items()]
@@ -123,16 +129,15 @@ def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> di
             return f"fewer than {LEAST} clients have samples of some class, so sums are published as their solution"
         if not first:
             return "sums were published by this name before, and a difference of two may be a single client's"
-    kept["clients"] = {}
-    callbacks = {key: value for key, value in checkpoint["callbacks"].items() if key in methods}
-    return {**checkpoint, "callbacks": {_key(checkpoint): kept, **callbacks}}
+    callbacks = {name: value for name, value in checkpoint["callbacks"].items() if name in methods}
+    return {**checkpoint, "callbacks": {key: {**kept, "clients": {}}, **callbacks}}
 
 
 def continuation_bytes(content: Mapping[str, Any]) -> bytes:
     """The file of a continuation: its tensors, and all else as JSON."""
     tensors: dict[str, Tensor] = {}
-    plain = _apart(content, tensors)
-    return save(tensors, {_PLAIN: json.dumps(plain)})
+    plain = json.dumps(_apart(content, tensors))
+    return save(tensors, {_PLAIN: plain})
 
 
 def read_continuation(path: Path) -> dict[str, Any]:
@@ -147,23 +152,9 @@ def read_continuation(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _key(checkpoint: Mapping[str, Any]) -> str:
-    return next(str(key) for key, value in checkpoint["callbacks"].items() if "between_rounds" in value)
-
-
-def _federation(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = checkpoint["callbacks"][_key(checkpoint)]
-    return kept
-
-
-def _clients(path: str | Path, published: Mapping[str, Any]) -> dict[str, Any]:
-    own = _federation(read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), path))
-    here = own["fingerprint"]
-    if any(here.get(name, value) != value for name, value in published["fingerprint"].items()):
-        raise ValueError(
-            f"Expected `clients` of the published recipe, seed and data but {path} is of others. Leave it out."
-        )
-    return dict(own["clients"])
+def _federation(checkpoint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What a checkpoint has of the federation, and under which key."""
+    return next((str(key), kept) for key, kept in checkpoint["callbacks"].items() if "between_rounds" in kept)
 
 
 def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.federation.aggregation import check_state
-from lightning_fcl.models.described import rebuild
+from lightning_fcl.models.described import Described, rebuild
+from lightning_fcl.models.esn import EchoStateNetwork
+from lightning_fcl.models.readout import ReservoirReadout
 from lightning_fcl.zoo.entry import CHECK, WEIGHTS, Entry, read_folder
 from lightning_fcl.zoo.pretrained import Pretrained, embed_samples
-from lightning_fcl.zoo.registry import folder_of
+from lightning_fcl.zoo.registry import find, folder_of, list_models
 
 TOLERANCE = 1e-3
 """How far outputs may be from the published ones, by the largest of these: CPUs round otherwise."""
+
+
+class FeaturesOnly(nn.Module):
+    """A network without its head: its outputs are its features."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return embed_samples(self.network, x)
 
 
 def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
@@ -43,11 +59,74 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
     return load_folder(folder_of(name), model, check)
 
 
+def create_model(
+    name: str,
+    pretrained: bool = False,
+    num_classes: int | None = None,
+    features_only: bool = False,
+    **arguments: Any,
+) -> nn.Module:
+    """A network by name, to train on: of the zoo, or of `lightning_fcl.models`.
+
+    Args:
+        name: Of a published network, as `lightning_fcl.zoo.load` takes it, or of a class of `lightning_fcl.models`.
+        pretrained: Whether with the published weights; else they are drawn anew.
+        num_classes: Number of outputs; where it is not the published one, the head is new, its weights drawn. None: as
+            it was published.
+        features_only: Whether the outputs are features.
+        arguments: Arguments of the class, where it is one of `lightning_fcl.models`.
+
+    Raises:
+        ValueError: If nothing is known by that name, it has no published weights, or does not take as many classes.
+
+    Example:
+        >>> import torch
+        >>> create_model("mlp.digits.flwf2t_replay", pretrained=True, num_classes=3)(torch.zeros(1, 1, 8, 8)).shape
+        torch.Size([1, 3])
+    """
+    at_least(1, num_classes=1 if num_classes is None else num_classes)
+    if name in import_module("lightning_fcl.models").__all__:
+        if pretrained:
+            known = list_models()
+            hint = did_you_mean(name.lower(), known)
+            raise ValueError(
+                f"Expected the name of published weights but {name} is a class of networks.{hint} Published are "
+                f"{', '.join(known)}."
+            )
+        if num_classes is not None:
+            arguments["num_classes"] = num_classes
+        network = rebuild({"class_path": f"lightning_fcl.models.{name}", "init_args": arguments}, "model")
+    elif arguments:
+        raise ValueError(
+            f"Expected no further arguments for {name}, which tells its own, but got {', '.join(arguments)}."
+        )
+    else:
+        network = load(name).network.train().requires_grad_(True) if pretrained else make_network(find(name).entry)
+        if num_classes is not None and isinstance(network, Described):
+            network = _with_head(network, num_classes)
+    return FeaturesOnly(network) if features_only else network
+
+
+def pretrained_reservoir(name: str) -> EchoStateNetwork:
+    """The reservoir of a published network, for a readout of one's own.
+
+    Raises:
+        ValueError: If nothing is known by that name, or it has no reservoir.
+
+    Example:
+        >>> pretrained_reservoir("esn.wesad_wrist.fedip").features
+        300
+    """
+    network = load(name).network
+    if not isinstance(network, ReservoirReadout):
+        names = ", ".join(list_models("esn.*"))
+        raise ValueError(f"Expected the name of a published reservoir but got {name!r}. There are {names}.")
+    return network.reservoir
+
+
 def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
     entry = read_folder(folder)
-    network = make_network(entry, model)
-    fill(network, read_tensors(folder / WEIGHTS), entry)
-    pretrained = Pretrained(network, entry)
+    pretrained = fill(make_network(entry) if model is None else model, read_tensors(folder / WEIGHTS), entry)
     if check and (folder / CHECK).is_file():
         difference = compare(pretrained, read_tensors(folder / CHECK))
         if not difference <= TOLERANCE:
@@ -58,10 +137,8 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
     return pretrained
 
 
-def make_network(entry: Entry, model: nn.Module | None = None) -> nn.Module:
+def make_network(entry: Entry) -> nn.Module:
     """The network of an entry, before its weights."""
-    if model is not None:
-        return model
     with torch.random.fork_rng(devices=[]):  # weights are drawn, and then replaced
         network = rebuild(entry.network, "model")
     if not isinstance(network, nn.Module):
@@ -69,14 +146,12 @@ def make_network(entry: Entry, model: nn.Module | None = None) -> nn.Module:
     return network
 
 
-def fill(network: nn.Module, tensors: Mapping[str, Tensor], entry: Entry) -> None:
-    """Put weights, perhaps of half precision, into a network: each that it has, and no other."""
+def fill(network: nn.Module, tensors: Mapping[str, Tensor], entry: Entry) -> Pretrained:
+    """A network with weights of a file, perhaps of half precision: each that it has, and no other."""
     whole = {name: value.float() if value.dtype == torch.half else value for name, value in tensors.items()}
-    try:
-        check_state(network, whole)
-    except ValueError as error:
-        raise ValueError(f"Expected the weights of {entry.full_name} to fit its network. {error}") from error
+    check_state(network, whole)
     network.load_state_dict(whole)
+    return Pretrained(network, entry)
 
 
 @torch.no_grad()
@@ -97,3 +172,27 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"Expected {path} to hold tensors but got: {error}. Get it again.") from error
+
+
+def _with_head(network: Described, num_classes: int) -> nn.Module:
+    """The network, or where it has another number of outputs, one with a new head and the same state before it."""
+    wanted = _resized(network.described, num_classes)
+    if wanted == network.described:
+        return network
+    other: nn.Module = rebuild(wanted, "model")
+    state, published = other.state_dict(), network.state_dict()
+    other.load_state_dict({k: published[k] if published[k].shape == v.shape else v for k, v in state.items()})
+    return other
+
+
+def _resized(description: dict[str, Any], outputs: int) -> dict[str, Any]:
+    arguments = dict(description["init_args"])
+    if "network" in arguments:
+        arguments["network"] = _resized(arguments["network"], outputs)
+    elif "sizes" in arguments:
+        arguments["sizes"] = [*arguments["sizes"][:-1], outputs]
+    elif name := next((name for name in ("num_classes", "outputs") if name in arguments), None):
+        arguments[name] = outputs
+    else:
+        raise ValueError(f"Expected a network with a head but {description['class_path']} tells of none.")
+    return {**description, "init_args": arguments}

@@ -10,22 +10,23 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import yaml
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
+from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import TemporaryFolder, locked, write_whole, writing
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import Cell, read_table
+from lightning_fcl.evaluation.table import Cell, metric_number, metric_title, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.described import describe
 from lightning_fcl.running.parts import Parts, read_parts, trained_checkpoint, with_checkpoint
 from lightning_fcl.running.rows import paper_folder, place_of, scale_name
 from lightning_fcl.tasks.classification import Classifier
-from lightning_fcl.zoo.card import ENERGY, card
 from lightning_fcl.zoo.continued import continuation, continuation_bytes
 from lightning_fcl.zoo.entry import (
     CARD,
@@ -42,11 +43,13 @@ from lightning_fcl.zoo.entry import (
 from lightning_fcl.zoo.hub import read_head, upload
 from lightning_fcl.zoo.loading import features_or_outputs, fill, load_folder, make_network
 from lightning_fcl.zoo.pretrained import Pretrained
-from lightning_fcl.zoo.recipe import packaged_recipe
-from lightning_fcl.zoo.registry import LOCK, newest_version, register
-from lightning_fcl.zoo.verifying import test_accuracy
+from lightning_fcl.zoo.registry import LOCK, REGISTRY, read_registry, register
+from lightning_fcl.zoo.verifying import packaged_recipe, test_accuracy
 
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
+
+ENERGY = "energy_mj/learnt sample"
+"""What learning a sample costs the device of `lightning-fcl device-report`, in mJ."""
 
 LOST = 1e-3
 """The share of test samples that may be told otherwise where weights are stored in half precision."""
@@ -146,8 +149,7 @@ def publish(
     model = Pretrained(network, entry)
     models = {halved: model for halved in ([False, True] if half is None and classes else [bool(half)])}
     if True in models:  # as it is loaded from a file that holds it in half precision
-        models[True] = Pretrained(make_network(entry), entry)
-        fill(models[True].network, _tensors(network, half=True), entry)
+        models[True] = fill(make_network(entry), _tensors(network, half=True), entry)
     accuracy = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
     half = len(accuracy) == 2 and abs(accuracy[True] - accuracy[False]) <= LOST if half is None else half
     metrics = {"test_accuracy": accuracy[half], **entry.metrics} if accuracy else entry.metrics
@@ -157,9 +159,11 @@ def publish(
     with writing(place):
         place.mkdir(parents=True, exist_ok=True)
         with locked(place / LOCK):
-            newest = head.entry.version if head is not None and head.entry is not None else newest_version(place, name)
-            later = continuation(checkpoint, parts, first=newest == 0)
-            folder = _write(models[half].network, replace(entry, version=newest + 1), later, place)
+            versions = [one.version for one in read_registry(place / REGISTRY) if one.name == name]
+            versions += [head.entry.version] if head is not None and head.entry is not None else []
+            later = continuation(checkpoint, parts, first=not versions)
+            entry = replace(entry, version=max(versions, default=0) + 1)
+            folder = _write(models[half].network, entry, later, place)
     return folder if head is None else upload(folder, head, about or name)
 
 
@@ -230,3 +234,66 @@ def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
         return {}
     file = place_of(paper_folder(paper), scale_name(configs)) / "table.json"
     return read_table(file).rows.get(str(row), {}) if file.is_file() else {}
+
+
+def card(entry: Entry, spread: Mapping[str, tuple[float, float, int]], state: Mapping[str, Tensor]) -> str:
+    """The text of an entry's ``README.md``, with the metadata that the hub reads.
+
+    Args:
+        spread: Mean, standard deviation and number of seeds of the recipe's committed table, by metric.
+    """
+    jinja2 = require("jinja2", "writes cards")
+    template = jinja2.Template(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
+    text: str = template.render(
+        entry=entry,
+        metadata=yaml.safe_dump(_metadata(entry), sort_keys=False, allow_unicode=True).strip(),
+        shape=tuple(entry.shape),
+        numbers=sum(value.numel() for value in state.values()),
+        rows=_rows(entry, spread),
+        energy=ENERGY,
+        command=_command(entry.recipe),
+        packages=[f"{name} {version}" for name, version in entry.made_with.items() if name != "machine"],
+    )
+    return text.rstrip("\n") + "\n"
+
+
+def _metadata(entry: Entry) -> dict[str, Any]:
+    metadata: dict[str, Any] = {
+        "library_name": "lightning-fcl",
+        "tags": ["federated-learning", "continual-learning", "pytorch"],
+    }
+    if "weights" in entry.licence:
+        metadata |= {"license": "other", "license_name": entry.licence["weights"]}
+    if "test_accuracy" in entry.metrics:
+        data = entry.name.split(".")[1] if "." in entry.name else "own"
+        result = {
+            "task": {"type": "other"},
+            "dataset": {"name": data, "type": data},
+            "metrics": [{"type": "accuracy", "value": round(entry.metrics["test_accuracy"], 4)}],
+        }
+        metadata["model-index"] = [{"name": entry.name, "results": [result]}]
+    return metadata
+
+
+def _rows(entry: Entry, spread: Mapping[str, tuple[float, float, int]]) -> list[list[str]]:
+    """For each metric its title, the network's own number, that over seeds, and the paper's."""
+    rows = []
+    for name in dict.fromkeys([*entry.metrics, *spread]):
+        if name.startswith("paper/"):
+            continue
+        own, paper = (
+            "" if value is None else metric_number(name, value)
+            for value in (entry.metrics.get(name), entry.metrics.get(f"paper/{name}"))
+        )
+        mean, std, number = spread.get(name, (0.0, 0.0, 0))
+        over = f"{metric_number(name, mean)} ± {metric_number(name, std)} ({number})" if number else ""
+        rows.append([metric_title(name), own, over, paper])
+    return rows
+
+
+def _command(recipe: Mapping[str, Any]) -> str:
+    if not recipe.get("configs"):
+        return str(recipe.get("command", ""))
+    words = [f"--config recipes/{config}" for config in recipe["configs"]]
+    words += [word if word.startswith("--") else f"'{word}'" for word in recipe["words"]]
+    return f"lightning-fcl fit {' '.join(words)} --seed_everything {recipe['seed']}"

@@ -113,8 +113,7 @@ def list_published(pattern: str = "*") -> dict[str, Published]:
     """The newest version of each name, in alphabetical order; the first registry that has it counts."""
     newest: dict[str, Published] = {}
     for registry in registries():
-        names = {one.name for one in registry} - {*newest}
-        newest |= {one.name: one for one in sorted(registry, key=lambda one: one.version) if one.name in names}
+        newest = {one.name: one for one in sorted(registry, key=lambda one: one.version)} | newest
     return {name: newest[name] for name in sorted(newest) if fnmatch(name, pattern)}
 
 
@@ -157,8 +156,7 @@ def registries() -> Iterator[list[Published]]:
                 f"Expected LIGHTNING_FCL_ZOO to name a URL, or a folder with {REGISTRY}, but got {place}."
             )
         yield read_registry(file)
-    if (own := package_folder() / REGISTRY).is_file():
-        yield read_registry(own, url)
+    yield read_registry(package_folder() / REGISTRY, url)
 
 
 @cache
@@ -169,18 +167,14 @@ def package_folder() -> Path:
 
 
 def read_registry(file: Path, url: str = "") -> list[Published]:
-    digests = {name.removesuffix(f"/{SUMS}"): digest for name, digest in read_sums(file).items()}
+    """The networks that a registry lists; none where there is no file."""
+    lines = read_sums(file) if file.is_file() else {}
+    digests = {name.removesuffix(f"/{SUMS}"): digest for name, digest in lines.items()}
     for folder in digests:
         if not _FOLDER.fullmatch(folder):
             raise ValueError(f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}. Get it again.")
         inside(file.parent, folder)
     return [Published(folder, digest, file.parent, url) for folder, digest in digests.items()]
-
-
-def newest_version(folder: Path, name: str) -> int:
-    """That of a name in the registry of a folder; 0: there is none."""
-    listed = read_registry(folder / REGISTRY) if (folder / REGISTRY).is_file() else []
-    return max((one.version for one in listed if one.name == name), default=0)
 
 
 def register(folder: Path) -> None:

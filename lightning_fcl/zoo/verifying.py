@@ -1,24 +1,36 @@
-"""Published networks are compared with what their cards say."""
+"""Published networks are compared with what their cards say, by the recipe of the package that each is of."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.running.fit import resolve_recipe
+from lightning_fcl.running.parts import Parts, read_parts
+from lightning_fcl.running.rows import at_scale, config_words, paper_folder, paper_rows, recipes_folder
 from lightning_fcl.zoo.entry import CHECK
 from lightning_fcl.zoo.loading import TOLERANCE, compare, load_folder, read_tensors
 from lightning_fcl.zoo.pretrained import Pretrained
-from lightning_fcl.zoo.recipe import UnknownRecipeError, recipe_parts
 from lightning_fcl.zoo.registry import folder_of
 
 SHARE = 1e-3
 """The share of test samples that may be told otherwise than the card says: processors round otherwise."""
 
 _BATCH = 512
+_NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
+
+
+class UnknownRecipeError(ValueError):
+    """A published network's recipe is not one of this package."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +95,64 @@ def test_accuracy(model: Pretrained, stream: FederatedStream) -> float:
         right += int((predicted == labels).sum())
         total += labels.numel()
     return right / total
+
+
+def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Which recipe of the package a run is of: its files, further words and their SHA-256; empty: none.
+
+    What a recipe says of itself and of its numbers does not count, nor where results go, nor on how many processes a
+    federation ran: its result is the same.
+    """
+    plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
+    for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
+        same = resolve_recipe(["fit", *config_words(configs), *words, "--seed_everything", str(results["seed"])])
+        if _on_any_processes(_plain(same)) == plain:
+            return _told(configs, words)
+    return {}
+
+
+def _candidates(told: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Sequence[str]]]:
+    """The recipes of the package that may be a run's, by the paper and row that it tells: at each scale."""
+    if not told["paper"]:
+        yield [recipes_folder() / "quickstart.yaml"], ()
+        return
+    try:
+        folder = paper_folder(told["paper"])
+        for name in ("paper", *(path.stem.removeprefix("scale-") for path in sorted(folder.glob("scale-*.yaml")))):
+            row = paper_rows(folder, [told["row"]], name)[told["row"]]
+            yield at_scale(row.configs, name), row.words
+    except ValueError:  # another's row, or none of this scale
+        return
+
+
+def recipe_parts(recipe: Mapping[str, Any], name: str) -> Parts:
+    """What the recipe of a published network stands for, if it is one of the package as it is now."""
+    for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
+        # A recipe is a program: of what the entry tells nothing is run, it is only compared.
+        if _told(configs, words).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
+            return read_parts(configs, [*words, "--data.seed", str(seed)])
+    raise UnknownRecipeError(
+        f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
+        "tells of, or hand in the recipe."
+    )
+
+
+def _told(configs: Sequence[Path], words: Sequence[str]) -> dict[str, Any]:
+    """A recipe's files, further words, and SHA-256: comments, and what it says of itself, may change."""
+    names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
+    content = [_plain(read_yaml(path)) for path in configs]
+    digest = hashlib.sha256(json.dumps([content, list(words)]).encode()).hexdigest()
+    return {"configs": names, "words": list(words), "sha256": digest}
+
+
+def _on_any_processes(recipe: dict[str, Any]) -> dict[str, Any]:
+    trainer = {key: value for key, value in recipe["trainer"].items() if key not in ("devices", "num_nodes")}
+    return {**recipe, "trainer": trainer}
+
+
+def _plain(content: Any) -> Any:
+    """A recipe without what is not said, and without what differs from run to run."""
+    if isinstance(content, Mapping):
+        items = {key: _plain(value) for key, value in content.items() if key not in _NO_PART}
+        return {key: value for key, value in items.items() if value not in (None, {}, [])}
+    return [_plain(value) for value in content] if isinstance(content, list) else content

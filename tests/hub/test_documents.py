@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import yaml
 
-from lightning_fcl.hub.documents import NODES, SIZE, check_file, check_yaml, parse, read_yaml
+from lightning_fcl.hub.documents import NODES, SIZE, check_yaml, parse, read_yaml
 
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 EVIL = {
@@ -54,7 +54,7 @@ def test_what_is_no_text_or_never_ends_is_refused(tmp_path):
     with pytest.raises(ValueError, match="it is a device"):
         read_yaml(tmp_path.__class__(os.devnull))
     with pytest.raises(FileNotFoundError):
-        check_file(tmp_path / "none.yaml")
+        read_yaml(tmp_path / "none.yaml")
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,11 @@ def test_optimizers_of_torch_are_made_again(make):
         ({"class_path": ["lightning_fcl.models.MLP"], "init_args": {}}, "`model` to be handed in"),
         ({"class_path": "lightning_fcl.models.MLP", "init_args": [3]}, "`model` to be handed in"),
         ({"class_path": "lightning_fcl.models.MLP"}, "`model` to be handed in"),
-        ({"class_path": "lightning_fcl.models.MLP", "init_args": {}}, "argument `sizes` of lightning_fcl.models.MLP"),
-        ({"class_path": "lightning_fcl.models.MLP", "init_args": {"size": [2, 3]}}, "got `size`. Did you mean sizes?"),
+        (
+            {"class_path": "lightning_fcl.models.MLP", "init_args": {}},
+            "arguments of lightning_fcl.models.MLP",
+        ),
+        ({"class_path": "lightning_fcl.models.MLP", "init_args": {"size": [2, 3]}}, "Did you mean sizes?"),
         ({"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": "23"}}, "`model.sizes` to be of type"),
         ({"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [2, "3"]}}, "`model.sizes` to be of type"),
         ({"class_path": "lightning_fcl.models.HARCNN", "init_args": {"init": "evil"}}, "`model.init` to be of type"),

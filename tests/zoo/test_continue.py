@@ -6,7 +6,7 @@ import yaml
 
 from lightning_fcl import zoo
 from lightning_fcl.running.parts import trained_checkpoint
-from lightning_fcl.zoo import recipe as recipes
+from lightning_fcl.zoo import verifying as recipes
 from lightning_fcl.zoo.continued import read_continuation
 from lightning_fcl.zoo.entry import CONTINUE
 from lightning_fcl.zoo.publishing import publish
@@ -40,13 +40,13 @@ def as_packaged(monkeypatch, tmp_path):
     """Takes the recipe of a run for one of the package."""
 
     def make(run, rounds):
-        monkeypatch.setattr("lightning_fcl.zoo.recipe.recipes_folder", lambda: run.parent)
+        monkeypatch.setattr("lightning_fcl.zoo.verifying.recipes_folder", lambda: run.parent)
         # Lightning writes the rounds that were fitted; the recipe has more.
         config = yaml.safe_load((run / "config.yaml").read_text())
         config["trainer"]["max_epochs"] = rounds
         (run.parent / "recipe.yaml").write_text(yaml.safe_dump(config))
         packaged = [run.parent / "recipe.yaml"], ()
-        monkeypatch.setattr("lightning_fcl.zoo.recipe._candidates", lambda told: [packaged])
+        monkeypatch.setattr("lightning_fcl.zoo.verifying._candidates", lambda told: [packaged])
         return recipes._told(*packaged)
 
     return make

@@ -10,7 +10,7 @@ from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation.files import sha256
 from lightning_fcl.running.rows import recipes_folder
-from lightning_fcl.zoo import recipe as recipes
+from lightning_fcl.zoo import verifying as recipes
 from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, write_list
 from lightning_fcl.zoo.registry import REGISTRY, collect, find, package_folder, register
 

@@ -15,9 +15,8 @@ from lightning_fcl import FederatedStream, zoo
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.device.export import export_onnx
 from lightning_fcl.models.ridge import square
-from lightning_fcl.zoo.card import card
 from lightning_fcl.zoo.entry import CARD, CHECK, CONTINUE, WEIGHTS
-from lightning_fcl.zoo.publishing import spread_of
+from lightning_fcl.zoo.publishing import card, spread_of
 from lightning_fcl.zoo.registry import find, folder_of, list_models, package_folder
 
 NAMES = [path.name for path in sorted(package_folder().glob("*.*/"))]

@@ -12,8 +12,8 @@ from lightning_fcl.cli.main import main
 from lightning_fcl.running.parts import trained_parts
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, read_entry, read_files
 from lightning_fcl.zoo.publishing import publish
-from lightning_fcl.zoo.recipe import packaged_recipe
 from lightning_fcl.zoo.registry import REGISTRY, package_folder, read_registry
+from lightning_fcl.zoo.verifying import packaged_recipe
 
 LICENCE = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
 
