@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fcl.running.parts import Parts
+    from lightning_fcl.running.parts import RecipeParts
 
 MORE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
   trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
@@ -91,7 +91,7 @@ def report_recipe(
     return report
 
 
-def _of_data(parts: Parts, required: bool) -> tuple[tuple[int, ...], int, int]:
+def _of_data(parts: RecipeParts, required: bool) -> tuple[tuple[int, ...], int, int]:
     """Shape of a sample, mean samples of a client in a round, and clients of the fullest round."""
     from lightning_fcl.data.batches import round_half_up
     from lightning_fcl.device.report import NODES, SAMPLES

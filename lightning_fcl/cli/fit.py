@@ -68,12 +68,12 @@ def words_of(options: Namespace) -> tuple[list[str], list[str]]:
 
 def words_of_run(folder: Path, checkpoint: str) -> list[str]:
     """The words for a run's recipe, its folder, and its newest checkpoint unless another one is given."""
-    config, checkpoints = folder / CONFIG, folder / "checkpoints"
-    if not config.is_file() or not any(checkpoints.glob("*.ckpt")):
-        raise ValueError(f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}.")
-    chosen = checkpoint or newest_checkpoint(checkpoints)
-    if chosen is None:
-        raise ValueError(f"Expected a whole checkpoint in {checkpoints} but all there are damaged. Repeat the run.")
+    config, chosen = folder / CONFIG, checkpoint or newest_checkpoint(folder / "checkpoints")
+    if not config.is_file() or chosen is None:
+        raise ValueError(
+            f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}, which is none, or its "
+            "checkpoints are damaged. Name another, or repeat the run."
+        )
     return ["--ckpt_path", str(chosen), "--config", str(config), "--out", str(folder)]
 
 
@@ -91,7 +91,7 @@ def _out(recipes: Sequence[str]) -> str:
     outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
     outs += [str(run) for one in recipes if (run := run_of(Path(one)))]
     names = [Path(one).stem if Path(one).is_file() else one.replace("@", "-") for one in recipes]
-    return outs[-1] if outs else f"runs/{names[0]}" if names else "runs/fit"
+    return outs[-1] if outs else f"runs/{[*names, 'fit'][0]}"
 
 
 def _free(out: str) -> Path:

@@ -26,7 +26,7 @@ from lightning_fcl.evaluation.results import is_whole, read_results, start_over
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.evaluation.task_by_task import first_tasks
 from lightning_fcl.running.rows import config_words
-from lightning_fcl.running.stop import Stopped, end_with_parent, stop, threads_say_one_line
+from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, threads_say_one_line
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ def _end_workers() -> str:
 
 
 def _begin_worker() -> None:
-    end_with_parent()
+    end_worker_with_parent()
     threads_say_one_line()
     import torch
 

@@ -11,8 +11,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
@@ -76,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw, conflict_handler="resolve")
     with stop.listening():
         try:
-            with own_temporary_folder(), _spoken_by_the_first():
+            with own_temporary_folder(), ExitStack() as others:
+                # Only the first of a federation's processes says what the command says; launchers number as PyTorch's.
+                if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
+                    others.enter_context(redirect_stdout(others.enter_context(open(os.devnull, "w"))))
                 module = import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}")
                 module.arguments(own)
                 options, more = own.parse_known_args(words[1:], argparse.Namespace(words=words[1:]))
@@ -99,40 +102,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise
             if not foreseen:
                 parser.exit(1, _kept(error, words))
-            where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
-            parser.exit(2, f"lightning-fcl: error: {_plain(str(error))}\n{where}\n")
-
-
-@contextmanager
-def _spoken_by_the_first() -> Iterator[None]:
-    """Let only the first of a federation's processes say what the command says: launchers number them as PyTorch's."""
-    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
-        yield
-        return
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-        yield
+            where, message = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)", str(error)
+            # Without jsonargparse's account of all the types that an argument might have had.
+            reasons = re.findall("Expected `.*", message) if "Union subtypes" in message else []
+            parser.exit(2, f"lightning-fcl: error: {[*reasons, message][0]}\n{where}\n")
 
 
 def _kept(error: Exception, words: Sequence[str]) -> str:
     """What is said of an error that nobody has foreseen: where its traceback is, and what to do with it."""
-    text = "".join(traceback.format_exception(error))
     here = f"lightning-fcl {__version__}, Python {platform.python_version()}, {platform.platform()}"
     with tempfile.NamedTemporaryFile(
         "w", prefix="lightning-fcl-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
-        file.write(f"lightning-fcl {shlex.join(words)}\n{here}\n\n{text}")
+        file.write(f"lightning-fcl {shlex.join(words)}\n{here}\n\n{''.join(traceback.format_exception(error))}")
     last = str(error).strip().partition("\n")[0]
     return (
         f"lightning-fcl: error: an unexpected {type(error).__name__}: {last}\n"
         f"Its traceback is in {file.name}. If that ends in a file of yours, mend that one; otherwise please report it "
         "as an issue of lightning-fcl, with that file.\n"
     )
-
-
-def _plain(message: str) -> str:
-    """A message without jsonargparse's account of all the types that an argument might have had."""
-    reasons = re.findall("Expected `.*", message) if "Union subtypes" in message else []
-    return reasons[0] if reasons else message
 
 
 if __name__ == "__main__":

@@ -15,13 +15,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.allow_abbrev = False
     add = parser.add_argument
     add("run", nargs="*", metavar="RUN", help="a run's folder: its newest checkpoint counts")
-    add(
-        "--config",
-        action="append",
-        default=[],
-        metavar="RECIPE",
-        help="the recipe of a checkpoint",
-    )
+    add("--config", action="append", default=[], metavar="RECIPE", help="the recipe of a checkpoint")
     add("--ckpt_path", default="", metavar="FILE", help="checkpoint to test")
 
 

@@ -9,12 +9,11 @@ from lightning_fcl.evaluation.files import writing
 
 
 def download(url: str, path: Path, digest: str, then: str = "") -> Path:
-    """The file of a URL, if it is the one whose digest is known; one that is here and whole is not asked for again.
+    """The file of a URL, if it is of the digest; one that is here and whole is not asked for again.
 
-    A file that is here and is another stays until this one has come, whole.
+    Another one that is here stays until this one has come, whole.
 
     Args:
-        digest: SHA-256, or another digest as in ``"md5:..."``.
         then: What is to be done with a file that was downloaded by hand.
     """
     pooch = require("pooch", "downloads files and verifies them")

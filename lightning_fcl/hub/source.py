@@ -21,7 +21,6 @@ class Layout:
     """One form in which files lie on disk: a file by its name, or a folder by what is in it.
 
     Args:
-        name: What people call it, such as "npz file".
         places: Paths below the root, the first that fits counts; ``"."`` is the root itself.
         signs: What must all be in the folder, as glob patterns; of patterns with ``|`` between them, one suffices.
             Without any, the place is a file.
@@ -38,11 +37,11 @@ class Layout:
         return next((root / place for place in self.places if self._fits(root / place)), None)
 
     def _fits(self, place: Path) -> bool:
-        def shows(glob: str) -> bool:
-            found = (path.relative_to(place).as_posix() for path in place.glob(glob))
-            return any(re.fullmatch(self.strictly, path) for path in found)
-
-        return all(any(map(shows, sign.split("|"))) for sign in self.signs) if self.signs else place.is_file()
+        if not self.signs:
+            return place.is_file()
+        matches = ([path for glob in sign.split("|") for path in place.glob(glob)] for sign in self.signs)
+        paths = ([path.relative_to(place).as_posix() for path in found] for found in matches)
+        return all(any(re.fullmatch(self.strictly, path) for path in found) for found in paths)
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,11 @@ class Source:
     Args:
         title: What messages call them, such as "the ORL faces".
         url: The file to download; without a `digest`, the page that offers it; empty where another package brings it.
-        size: Size of the download, for people.
         layouts: The layouts that can be read, the preferred first.
-        holds: Names of what the folder of the data sets may hold, for messages; empty where it holds nothing of it.
-        digest: SHA-256 of the file at `url`, or another digest as in ``"md5:..."``. Empty where no publisher names one;
-            then nothing is downloaded.
+        holds: Names of what the folder of the data sets may hold, for messages.
+        digest: SHA-256 of the file at `url`, or another digest as in ``"md5:..."``; without one nothing is downloaded.
         archive: Where the download is put, below the root.
-        folder: The folder inside the archive that is wanted. It is unpacked beside the archive, which is deleted then;
-            nothing is downloaded where the first layout is already. Empty: the archive is kept as it is.
+        folder: What is unpacked of the archive, which is deleted then; empty: the archive is kept as it is.
         by_hand: What to do where nothing can be downloaded, with ``{url}`` and ``{root}`` for these.
     """
 
@@ -117,7 +113,6 @@ class Source:
 
     @property
     def command(self) -> str:
-        """The command that fetches the files, for messages."""
         return f"`lightning-fcl data fetch {self.name}`"
 
     @property

@@ -54,20 +54,20 @@ def described(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
     return making
 
 
-def describe(value: object) -> Any:
+def plain_description(value: object) -> Any:
     """An argument as plain data; what cannot be made again is told by its class alone."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Described):
         return value.described
     if isinstance(value, list | tuple):
-        return [describe(item) for item in value]
+        return [plain_description(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): describe(item) for key, item in value.items()}
+        return {str(key): plain_description(item) for key, item in value.items()}
     made, arguments = value, {}
     if isinstance(value, partial):  # a recipe's is one of what makes objects, with the class as its last argument
         *_, made = (value.func, *value.args)
-        arguments = describe(value.keywords)
+        arguments = plain_description(value.keywords)
     if isinstance(made, type) and _class_named(path := f"{_OPTIMIZERS}.{made.__name__}") is made:
         return {"class_path": path, "init_args": arguments}
     kind = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
@@ -75,7 +75,7 @@ def describe(value: object) -> Any:
 
 
 def rebuild(description: object, name: str) -> Any:
-    """An argument, made again from what `describe` gave, from a file that need not be trusted."""
+    """An argument, made again from what `plain_description` gave, from a file that need not be trusted."""
     if isinstance(description, list | tuple):
         return [rebuild(item, name) for item in description]
     if not isinstance(description, Mapping):
@@ -127,7 +127,7 @@ def _description(make: Callable[..., object], args: Iterable[object], kwargs: Ma
     arguments: dict[str, object] = {}
     for key, value in bound.arguments.items():
         arguments |= value if signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD else {key: value}
-    return {"class_path": _named(make), "init_args": describe(arguments)}
+    return {"class_path": _named(make), "init_args": plain_description(arguments)}
 
 
 def _named(make: Callable[..., object]) -> str:

@@ -28,7 +28,7 @@ from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
 
 
-class Parts(FederatedCLI):
+class RecipeParts(FederatedCLI):
     """What recipes stand for: ``model``, ``datamodule``, ``strategy``, ``callbacks``; `make_trainer`."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -57,19 +57,19 @@ class Parts(FederatedCLI):
             return L.Trainer(**{**vars(given), **parts, **quiet})
 
 
-def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> Parts:
+def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> RecipeParts:
     """What recipes stand for, later ones over earlier ones."""
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
     try:
-        return command_line(Parts, [*config_words(recipes), *words, "--seed_everything", "false"], run=False)
+        return command_line(RecipeParts, [*config_words(recipes), *words, "--seed_everything", "false"], run=False)
     except ValueError as error:
         if "a `model` but got none" in str(error):
             raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
         raise
 
 
-def trained_parts(run: Path) -> Parts:
+def trained_parts(run: Path) -> RecipeParts:
     """A run's recipe, with the state of its newest checkpoint in the model."""
     checkpoint = trained_checkpoint(run)
     return with_checkpoint(read_parts([run / "config.yaml"]), checkpoint)
@@ -86,7 +86,7 @@ def trained_checkpoint(run: Path) -> dict[str, Any]:
     return read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), checkpoint)
 
 
-def with_checkpoint(parts: Parts, checkpoint: dict[str, Any]) -> Parts:
+def with_checkpoint(parts: RecipeParts, checkpoint: dict[str, Any]) -> RecipeParts:
     for callback in parts.callbacks:
         if isinstance(callback, BaseSession):
             callback.freeze(parts.model.model)
@@ -102,7 +102,12 @@ def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
     trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
     callbacks = callbacks_of(trainer)
     methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
-    _train_nothing(callbacks)
+    # Without what trains before the first round, shows or saves.
+    callbacks[:] = [one for one in callbacks if not isinstance(one, ProgressBar | OnExceptionCheckpoint)]
+    callbacks[:] = [_Checks(one) if isinstance(one, BaseSession) else one for one in callbacks]
+    for callback in callbacks:
+        if isinstance(callback, Pretrain):
+            callback.epochs = 0
     add_metrics(callbacks, parts.config["recipe"]["measure_on"])
     callbacks.insert(0, _Enough(_processes(trainer.strategy)))
     if parts.config["ckpt_path"]:
@@ -134,11 +139,7 @@ class _WouldTrainError(Exception):
 
 
 class _Enough(Callback):
-    """Ends a fit when its first round begins, before a callback of anyone's hears of it.
-
-    Args:
-        processes: How many there were to be.
-    """
+    """Ends a fit when its first round begins, before a callback of anyone's hears of it."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -160,16 +161,6 @@ class _Checks(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         callbacks = callbacks_of(trainer)
         self._session.check(pl_module, callbacks[: callbacks.index(self)], stream_of(trainer))
-
-
-def _train_nothing(callbacks: list[Callback]) -> None:
-    """Leave out of a Trainer's callbacks what trains before the first round, shows or saves."""
-    callbacks[:] = [one for one in callbacks if not isinstance(one, ProgressBar | OnExceptionCheckpoint)]
-    for number, callback in enumerate(callbacks):
-        if isinstance(callback, BaseSession):
-            callbacks[number] = _Checks(callback)
-        elif isinstance(callback, Pretrain):
-            callback.epochs = 0
 
 
 def _processes(strategy: object) -> int:

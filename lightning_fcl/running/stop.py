@@ -127,7 +127,7 @@ def threads_say_one_line() -> None:
     threading.excepthook = failed
 
 
-def end_with_parent() -> None:
+def end_worker_with_parent() -> None:
     """In a worker: end as soon as the parent process ends, whatever ends it, or at SIGTERM.
 
     A thread waits for both, since Python's own handlers wait until the call that the main thread is in comes back.

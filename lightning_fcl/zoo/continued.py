@@ -23,7 +23,7 @@ from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.methods.method import Method
-from lightning_fcl.running.parts import Parts, with_checkpoint
+from lightning_fcl.running.parts import RecipeParts, with_checkpoint
 from lightning_fcl.zoo.entry import CONTINUE, Entry, read_files, read_folder
 from lightning_fcl.zoo.registry import folder_of
 from lightning_fcl.zoo.verifying import recipe_parts
@@ -109,7 +109,7 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
     return Continuation(trainer, module, parts.datamodule, path, entry, temporary)
 
 
-def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> dict[str, Any] | str:
+def continuation(checkpoint: Mapping[str, Any], parts: RecipeParts, first: bool) -> dict[str, Any] | str:
     """What may be published of a checkpoint, to go on from; or why nothing may.
 
     Args:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +34,7 @@ class Entry:
         name: Such as ``"har_cnn.ucihar.flwf2t_ft"``: lower case, digits, ``_``, ``-`` and dots.
         version: From 1.
         about: What it is, in a sentence.
-        network: Its class and arguments, as `lightning_fcl.models.described.describe` gives them.
+        network: Its class and arguments, as `lightning_fcl.models.described.plain_description` gives them.
         outputs: What it gives: ``"logits"``, least-squares estimates of ``"0/1"`` or ``"-1/1"``, or ``"features"``,
             where it names no classes.
         classes: Their names, in the order of the outputs.
@@ -88,10 +87,6 @@ class Entry:
     def full_name(self) -> str:
         """Name and version."""
         return f"{self.name}@{self.version}"
-
-    def text(self) -> str:
-        """What its configuration file holds."""
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
 def check_name(name: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,8 +24,8 @@ from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
-from lightning_fcl.models.described import describe
-from lightning_fcl.running.parts import Parts, read_parts, trained_checkpoint, with_checkpoint
+from lightning_fcl.models.described import plain_description
+from lightning_fcl.running.parts import RecipeParts, read_parts, trained_checkpoint, with_checkpoint
 from lightning_fcl.running.rows import paper_folder, place_of, scale_name
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.continued import continuation, continuation_bytes
@@ -135,7 +136,7 @@ def publish(
         name=name,
         version=1,
         about=about,
-        network=describe(network),
+        network=plain_description(network),
         outputs=task.gives if classes else "features",
         classes=[f"person {place + 1}" for place in range(len(classes))] if numbers else classes,
         shape=shape,
@@ -167,7 +168,7 @@ def publish(
     return folder if head is None else upload(folder, head, about or name)
 
 
-def _energy(parts: Parts, shape: Sequence[int]) -> dict[str, float]:
+def _energy(parts: RecipeParts, shape: Sequence[int]) -> dict[str, float]:
     """What learning a sample costs a microcontroller, where each layer can be counted."""
     with suppress(ValueError):
         report = device_report(parts.model, shape, reductions=parts.strategy.rules)
@@ -176,7 +177,7 @@ def _energy(parts: Parts, shape: Sequence[int]) -> dict[str, float]:
     return {}
 
 
-def _private(parts: Parts) -> bool:
+def _private(parts: RecipeParts) -> bool:
     """Whether part of the network stays with the clients, or what it says depends on a task that no sample tells."""
     if isinstance(parts.model, Classifier) and parts.model.task_incremental:
         return True
@@ -209,7 +210,7 @@ def _write(network: nn.Module, entry: Entry, later: dict[str, Any] | str, to: Pa
     if not isinstance(later, str):
         write_whole(partial / CONTINUE, continuation_bytes(later))
     write_whole(partial / CARD, card(entry, spread_of(entry), network.state_dict()))
-    write_whole(partial / CONFIG, entry.text())
+    write_whole(partial / CONFIG, json.dumps(asdict(entry), indent=1, ensure_ascii=False) + "\n")
     write_list(partial)
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import resolve_recipe
-from lightning_fcl.running.parts import Parts, read_parts
+from lightning_fcl.running.parts import RecipeParts, read_parts
 from lightning_fcl.running.rows import at_scale, config_words, paper_folder, paper_rows, recipes_folder
 from lightning_fcl.zoo.entry import CHECK
 from lightning_fcl.zoo.loading import TOLERANCE, compare, load_folder, read_tensors
@@ -125,7 +125,7 @@ def _candidates(told: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Seque
         return
 
 
-def recipe_parts(recipe: Mapping[str, Any], name: str) -> Parts:
+def recipe_parts(recipe: Mapping[str, Any], name: str) -> RecipeParts:
     """What the recipe of a published network stands for, if it is one of the package as it is now."""
     for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.

@@ -12,7 +12,7 @@ from torch import nn
 
 import lightning_fcl.models
 from lightning_fcl.models import MLP, DSICNet, DyTox, EchoStateNetwork, SplitViT, T2TBody, decomposed_vit, fcl_vit
-from lightning_fcl.models.described import Described, cast_arguments, describe, rebuild
+from lightning_fcl.models.described import Described, cast_arguments, plain_description, rebuild
 
 NETWORKS = [name for name in lightning_fcl.models.__all__ if name != "RidgeStatistics"]
 NEEDED = {
@@ -74,7 +74,7 @@ def test_parsers_see_the_signature_of_init():
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, partial(torch.optim.Adam, lr=0.5, betas=(0.8, 0.9))])
 def test_optimizers_of_torch_are_made_again(make):
-    again = rebuild(describe(make), "optimizer")([torch.zeros(1, requires_grad=True)])
+    again = rebuild(plain_description(make), "optimizer")([torch.zeros(1, requires_grad=True)])
     expected = make([torch.zeros(1, requires_grad=True)])
     assert type(again) is torch.optim.Adam
     assert again.defaults == {**expected.defaults, "betas": type(again.defaults["betas"])(expected.defaults["betas"])}
@@ -122,8 +122,8 @@ def test_what_is_not_ours_is_told_by_its_class():
     class Own(nn.Module):
         pass
 
-    assert describe(Own())["class_path"].endswith("Own") and "init_args" not in describe(Own())
-    assert "init_args" not in describe(lambda parameters: None)
+    assert plain_description(Own())["class_path"].endswith("Own") and "init_args" not in plain_description(Own())
+    assert "init_args" not in plain_description(lambda parameters: None)
     body = SplitViT(Own(), features=3, image_size=2).described
     with pytest.raises(ValueError, match=r"Expected `model` to be handed in but it was not: .*Own"):
         rebuild(body, "model")
