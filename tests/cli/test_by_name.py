@@ -76,7 +76,6 @@ def test_lists_wait_for_no_torch():
         (["ls", "method"], "Did you mean methods?"),
         (["ls", "methods", "FedVit2"], "Did you mean FedViT?"),
         (["fit", "flwf/flwf-2t-tf"], "Did you mean flwf/flwf-2t-ft?"),
-        (["fit", "nothing.yaml"], "Expected a recipe at nothing.yaml but there is no such file"),
         (
             ["fit", "flwf/flwf-2t-ft@large"],
             "Expected the name of a recipe, or of a YAML file, but got flwf/flwf-2t-ft@large",

@@ -103,25 +103,12 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trainer": {"max_epoch": 2}}, "max_epoch"),
-        ({"data": {"clints": 2}}, "clints"),
-        ({"model": {"init_args": {"num_clases": 2}}}, "num_clases"),
-        ({"data": {"data": "ucihr"}}, "ucihar"),
         (
             {"data": {"partition": {"class_path": "Dirichlet", "init_args": {"alhpa": 1}}}},
             "got `alhpa`. Did you mean alpha?",
         ),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
-        (
-            {"data": {"scenario": {"init_args": {"experiences": 3}}}},
-            "`experiences` to divide the number of classes, 10, but got 3",
-        ),
-        ({"trainer": {"max_epochs": 99}}, "at most the stream's 2 rounds but got 99"),
         ({"trainer": {"val_check_interval": "x"}}, "Lightning refuses the recipe or command line: Invalid time format"),
-        (
-            {"model": {"init_args": {"model": {"init_args": {"sizes": [30, 64, 10]}}}}},
-            "`model` to take samples of the data, of shape (1, 8, 8), but MLP gave: ",
-        ),
         ({"data": {"partition": {"init_args": {"clients": None}}}}, "`clients` to be given but got None"),
         (
             {"data": {"scenario": {"init_args": {"experiences": 0.001}}}},
@@ -217,9 +204,7 @@ def test_reproduce_names_what_is_wrong(error_of):
         "ucihar-reservoir but got flwff" in error_of(["reproduce", "flwff"])
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
-    assert "Did you mean flwf?" in error_of(["reproduce", "flwff"])
     assert "but got NoRow" in error_of(["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
-    assert "`seeds` to be at least 1" in error_of(["reproduce", "flwf", "--seeds", "0"])
     assert "`workers` to be at least 1 but got 0" in error_of(["reproduce", "flwf", "--workers", "0"])
 
 

@@ -52,15 +52,6 @@ def test_a_file_of_which_no_folder_is_wanted_is_kept(tmp_path, serve):
     assert served.fetch(tmp_path / "data").read_bytes() == b"whole"
 
 
-@pytest.mark.parametrize("digest", ["0" * 64, "md5:" + "0" * 32])
-@pytest.mark.parametrize("folder", ["original", ""])
-def test_nothing_is_kept_that_does_not_verify(tmp_path, serve, folder, digest):
-    served, _, asked = serve(source("x.zip", folder=folder), "x.zip", FILES)
-    with pytest.raises(ValueError, match="does not match the known hash"):
-        replace(served, digest=digest).fetch(tmp_path / "data")
-    assert list((tmp_path / "data" / "x").iterdir()) == [] and asked == ["/x.zip"]
-
-
 @pytest.mark.parametrize(
     ("folder", "then"), [("original", " and run `lightning-fcl data fetch x` to unpack it."), ("", ".")]
 )

@@ -1,6 +1,5 @@
 """Files are found by their layout, and fetched only where somebody publishes their digest."""
 
-import hashlib
 import re
 import subprocess
 import sys
@@ -100,12 +99,6 @@ def test_what_is_missing_is_told_with_what_to_do(tmp_path):
 def test_the_remedy_names_the_command_only_where_it_downloads():
     assert SOURCE.remedy == "Delete this copy and unpack the publishers' archive again."
     assert replace(SOURCE, digest="0" * 64).remedy == "Delete this copy and run `lightning-fcl data fetch x`."
-
-
-def test_an_archive_is_kept_where_no_folder_of_it_is_wanted(tmp_path):
-    source = replace(SOURCE, digest=hashlib.sha256(b"all").hexdigest(), archive="x/x.npz")
-    path = put(tmp_path / "x" / "x.npz", b"all")
-    assert source.fetch(tmp_path) == path and path.read_bytes() == b"all"
 
 
 def test_the_original_folder_is_not_downloaded_again_but_our_npz_file_does_not_stand_for_it(tmp_path, monkeypatch):

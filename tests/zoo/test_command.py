@@ -7,7 +7,6 @@ import pytest
 from sklearn.datasets import load_digits
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.zoo.entry import WEIGHTS
 from lightning_fcl.zoo.registry import list_models
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -60,17 +59,6 @@ def test_a_csv_file_of_something_else_is_refused(small_zoo, tmp_path, content, m
     (tmp_path / "wrong.csv").write_text(content)
     error = error_of(["zoo", "predict", NAME, str(tmp_path / "wrong.csv")])
     assert message in error and len(error) < 1000
-
-
-def test_a_name_that_is_not_there_is_refused(small_zoo, digits, error_of):
-    assert "Did you mean mlp.digits.flwf2t_replay" in error_of(["zoo", "predict", NAME[:-1], str(digits)])
-    assert "found none" in error_of(["zoo", "predict", NAME, "nothing.csv"])
-
-
-def test_a_damaged_file_is_refused(small_zoo, digits, error_of):
-    file = small_zoo / NAME / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert "its checksum is another" in error_of(["zoo", "predict", NAME, str(digits)])
 
 
 def test_fetch_to_a_folder_makes_a_zoo_of_it(small_zoo, tmp_path, monkeypatch, capsys):

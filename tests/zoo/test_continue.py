@@ -168,8 +168,3 @@ def test_a_damaged_file_is_refused(published):
     (folder / CONTINUE).write_bytes(data)
     with pytest.raises(ValueError, match="its checksum is another"):
         zoo.continue_from("mlp.part")
-
-
-def test_what_was_published_without_cannot_go_on():
-    with pytest.raises((ValueError, FileNotFoundError), match=r"^Expected "):
-        zoo.continue_from("nothing")

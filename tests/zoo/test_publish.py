@@ -190,11 +190,6 @@ def test_a_wrong_number_on_a_card_is_told(target, small_zoo, monkeypatch):
     assert not verdict.right and verdict.measured == 0.5
 
 
-def test_a_packages_network_is_as_its_card_says():
-    verdict = zoo.verify("mlp.digits.flwf2t_replay")
-    assert verdict.right and abs(verdict.measured - verdict.card) <= 1e-3
-
-
 @pytest.mark.seconds
 def test_what_is_no_entry_is_not_removed(plain, target):
     mine = target / "mlp.mine"

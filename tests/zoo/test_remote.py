@@ -1,8 +1,5 @@
 """Networks from a static web server on loopback."""
 
-import subprocess
-import sys
-
 import pytest
 
 from lightning_fcl import zoo
@@ -75,11 +72,3 @@ def test_files_of_the_packages_registry_come_from_a_url_without_a_digest(small_z
         zoo.load(NAME)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", serve(small_zoo)[0])
     assert label_of(NAME)
-
-
-@pytest.mark.seconds
-def test_two_processes_at_once(remote):
-    code = f"from lightning_fcl import zoo; print(zoo.load({NAME!r}).predict([[[8.0] * 8] * 8])[0].label)"
-    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    first, second = (process.communicate(timeout=100)[0] for process in both)
-    assert first == second != "" and len(set(remote)) == 6
