@@ -51,7 +51,7 @@ def test_without_published_weights():
         ({"name": "mlp.digit"}, "Expected the name of a published model"),
         ({"name": NAME, "sizes": [1, 2]}, "Expected no further arguments"),
         ({"name": NAME, "num_classes": 0}, "`num_classes` to be at least 1"),
-        ({"name": "DSICNet", "colours": 3}, "but got `colours`"),
+        ({"name": "DSICNet", "colours": 3}, "unexpected keyword argument 'colours'"),
     ],
 )
 def test_what_cannot_be_made_is_refused(words, message):
