@@ -13,7 +13,7 @@ from typing import Any
 from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.results import CONFIG, run_of
-from lightning_fcl.hub.checkpoint import newest_checkpoint
+from lightning_fcl.hub.checkpoint import checkpoint_of_run
 from lightning_fcl.running.rows import find_recipes, read_recipe_file
 
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
@@ -68,13 +68,8 @@ def words_of(options: Namespace) -> tuple[list[str], list[str]]:
 
 def words_of_run(folder: Path, checkpoint: str) -> list[str]:
     """The words for a run's recipe, its folder, and its newest checkpoint unless another one is given."""
-    config, chosen = folder / CONFIG, checkpoint or newest_checkpoint(folder / "checkpoints")
-    if not config.is_file() or chosen is None:
-        raise ValueError(
-            f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}, which is none, or its "
-            "checkpoints are damaged. Name another, or repeat the run."
-        )
-    return ["--ckpt_path", str(chosen), "--config", str(config), "--out", str(folder)]
+    place = ["--config", str(folder / CONFIG), "--out", str(folder)]
+    return ["--ckpt_path", checkpoint or str(checkpoint_of_run(folder)), *place]
 
 
 def _fit(words: Sequence[str]) -> None:

@@ -123,25 +123,24 @@ def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
     """Bring kept runs of the same fingerprint to where those of jobs that are not finished would be."""
     number = 0
     for job in jobs:
-        source = kept / job.out.relative_to(out)
+        source, reason = kept / job.out.relative_to(out), ""
         if finished(job) or not (source / "results.json").is_file():
             continue
         try:
-            if not job.wrote(source):
-                raise ValueError(
-                    f"Expected {source} to be of this recipe, seed and version but its fingerprint is another."
-                )
             results = read_results(source)
-            if job.needs(results):
-                raise ValueError(
-                    f"Expected {source} to be of all tasks that are asked for but it is of {results['tasks']}."
-                )
-            begin(job)
-            write_results(job.out, results)
-            write_files(job.out)
-            number += 1
+            if not job.wrote(source):
+                reason = f"Expected {source} to be of this recipe, seed and version but its fingerprint is another."
+            elif job.needs(results):
+                reason = f"Expected {source} to be of all tasks that are asked for but it is of {results['tasks']}."
         except ValueError as error:
-            print(f"{job.label} is run anew: {error}", file=sys.stderr)
+            reason = str(error)
+        if reason:
+            print(f"{job.label} is run anew: {reason}", file=sys.stderr)
+            continue
+        begin(job)
+        write_results(job.out, results)
+        write_files(job.out)
+        number += 1
     if number:
         print(f"{number} of {len(jobs)} runs are taken from {kept}.", file=sys.stderr)
 

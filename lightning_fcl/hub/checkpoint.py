@@ -84,6 +84,17 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return max(moments, key=lambda path: moments[path], default=None)
 
 
+def checkpoint_of_run(run: Path) -> Path:
+    """The newest checkpoint of a run, whose folder has its recipe, too."""
+    checkpoint = newest_checkpoint(run / "checkpoints")
+    if checkpoint is None or not (run / "config.yaml").is_file():
+        raise ValueError(
+            f"Expected the folder of a run, with config.yaml and checkpoints, but got {run}, which is none, or none of "
+            "its checkpoints is whole. Give what was `--out` of `lightning-fcl fit`."
+        )
+    return checkpoint
+
+
 def _instead(file: Path) -> str:
     """The end of a message about a checkpoint that cannot be used."""
     newest = newest_checkpoint(file.parent)

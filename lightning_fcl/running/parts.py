@@ -17,7 +17,7 @@ from lightning_fcl.callbacks import BaseSession, Pretrain
 from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import check_state
-from lightning_fcl.hub.checkpoint import checkpoint_file, newest_checkpoint, read_checkpoint
+from lightning_fcl.hub.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, command_line
 from lightning_fcl.running.outcome import refuse_no_round
@@ -77,13 +77,7 @@ def trained_parts(run: Path) -> RecipeParts:
 
 def trained_checkpoint(run: Path) -> dict[str, Any]:
     """The newest checkpoint of a run: tensors and plain values."""
-    checkpoint = newest_checkpoint(run / "checkpoints")
-    if checkpoint is None or not (run / "config.yaml").is_file():
-        raise ValueError(
-            f"Expected {run} to be the folder of a run, with config.yaml and checkpoints, but it is none. Give what "
-            "was `--out` of `lightning-fcl fit`."
-        )
-    return read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), checkpoint)
+    return read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), checkpoint_of_run(run))
 
 
 def with_checkpoint(parts: RecipeParts, checkpoint: dict[str, Any]) -> RecipeParts:

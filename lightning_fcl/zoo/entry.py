@@ -100,14 +100,12 @@ def check_name(name: str) -> None:
 def read_entry(config: Path) -> Entry:
     """What a configuration file says; nothing that it names is imported."""
     content = read_yaml(config)
-    if not isinstance(content, dict):
-        raise ValueError(f"Expected {config} to describe a network but it does not. Get it again.")
-    made = {name: content.pop(name, {}) for name in ("network", "recipe")}
-    if not all(isinstance(value, Mapping) for value in made.values()):
+    told = content if isinstance(content, dict) else {}
+    network, recipe, measured = told.pop("network", None), told.pop("recipe", {}), told.pop("measurement", None)
+    if not isinstance(network, Mapping) or not isinstance(recipe, Mapping):
         raise ValueError(f"Expected {config} to describe a network and a recipe by name but it does not. Get it again.")
-    measured = content.pop("measurement", None)
     measurement = None if measured is None else parse(Measurement, measured, f"the measurement of {config}")
-    return parse(Entry, content, config, measurement=measurement, **made)
+    return parse(Entry, told, config, network=network, recipe=recipe, measurement=measurement)
 
 
 def read_folder(folder: Path) -> Entry:

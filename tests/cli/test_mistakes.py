@@ -108,7 +108,7 @@ OTHERS = [
         "Expected a folder for results at key.yaml/run but key.yaml is a file. Choose",
     ),
     ("test nothing", "Expected the folder of a run, with config.yaml and checkpoints, but got nothing"),
-    ("export nothing", "Expected nothing to be the folder of a run, with config.yaml and checkpoints, but it is none"),
+    ("export nothing", "Expected the folder of a run, with config.yaml and checkpoints, but got nothing"),
     ("fti quickstart", "got fti. Did you mean fit?"),
     ("fit", "Expected a recipe with a `model` but got none. Name one, as in lightning-fcl fit quickstart"),
     ("fit empty.yaml", "Expected a recipe to hold settings by name, as in trainer: {max_epochs: 3}, but got nothing"),
