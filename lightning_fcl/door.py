@@ -121,10 +121,3 @@ def register_strategy() -> None:
 
     if "federated" not in StrategyRegistry:
         StrategyRegistry.register("federated", federated, description="Rounds of many clients in one Trainer")
-
-
-def import_names(*packages: str) -> None:
-    """Import every public name of packages: a recipe's short class names are those of classes that are imported."""
-    for package in map(importlib.import_module, packages):
-        for name in package.__all__:
-            getattr(package, name)

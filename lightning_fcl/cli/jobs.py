@@ -122,13 +122,13 @@ def side_by_side(
         yield from ((job, function(job)) for job in jobs)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a terminal's Ctrl-C is this process's alone
     try:
-        try:
-            futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         with stop.after(_end_workers):
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is this process's alone
+            try:
+                futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             yield from ((futures[future], future.result()) for future in as_completed(futures))
             if stop.signal:
                 raise Stopped(stop.signal, "the workers have ended.")

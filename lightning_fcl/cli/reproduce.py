@@ -57,14 +57,13 @@ def run(options: Namespace) -> None:
     rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
     figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
-    jobs = {
-        name: [
-            Job(f"{name}, seed {seed}", configs, seed, out / row.slug / f"seed-{seed}", row.fit_words, options.tasks)
+    jobs: dict[str, list[Job]] = {}
+    for name, row in rows.items():
+        configs, place = at_scale(row.configs, scale), out / row.slug
+        jobs[name] = [
+            Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", row.fit_words, options.tasks)
             for seed in range(seeds)
         ]
-        for name, row in rows.items()
-        for configs in [at_scale(row.configs, scale)]
-    }
     kept = place_of(folder, scale)
     take([job for runs in jobs.values() for job in runs], out, kept)
     if options.finished:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +24,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.door import WITH_AVALANCHE, import_names, put_off
+from lightning_fcl.door import WITH_AVALANCHE, put_off
 from lightning_fcl.evaluation.files import occupied
 from lightning_fcl.evaluation.results import LAST, run_of, write_results
 from lightning_fcl.evaluation.run_folder import write_files
@@ -36,7 +37,6 @@ from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
 CLI = TypeVar("CLI", bound="FederatedCLI")
-_SWITCHES = ("enable_progress_bar", "enable_checkpointing")
 
 
 @dataclass
@@ -154,7 +154,8 @@ class FederatedCLI(LightningCLI):
         if self.config.subcommand == "fit":
             last = self.out / LAST
             add_metrics(callbacks, self.config["fit"]["recipe"]["measure_on"])
-            shows, saves = (config[name] is not False and not config["barebones"] for name in _SWITCHES)
+            switches = (config[name] is not False for name in ("enable_progress_bar", "enable_checkpointing"))
+            shows, saves = (given and not config["barebones"] for given in switches)
             if shows and lacks(ProgressBar):
                 callbacks.append(FederatedProgressBar())
             if saves and lacks(ModelCheckpoint):
@@ -223,15 +224,6 @@ def run(arguments: Sequence[str], kind: type[FederatedCLI] = FederatedCLI) -> Fe
     return command_line(kind, arguments)
 
 
-def _bounded(text: str) -> Any:
-    check_yaml(text)
-    return _load_yaml(text)
-
-
-_load_yaml = get_loader("yaml")
-set_loader("yaml", _bounded, (yaml.YAMLError,))
-
-
 def command_line(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
@@ -252,4 +244,16 @@ def resolve_recipe(arguments: Sequence[str]) -> dict[str, Any]:
     return dict(yaml.safe_load(text.getvalue()))
 
 
-import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
+for package in ("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models"):
+    for name in import_module(package).__all__:
+        getattr(import_module(package), name)  # short class names in recipes are those of classes that are imported
+
+_load_yaml = get_loader("yaml")
+
+
+def _bounded(text: str) -> Any:
+    check_yaml(text)
+    return _load_yaml(text)
+
+
+set_loader("yaml", _bounded, (yaml.YAMLError,))

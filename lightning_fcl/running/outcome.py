@@ -27,11 +27,18 @@ def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, An
     metrics = next(one for one in callbacks if isinstance(one, ContinualMetrics))
     if not metrics.record.get("rounds"):
         refuse_no_round(trainer)
-    recipe = config["recipe"]
+    recipe, module = config["recipe"], trainer.lightning_module
+    inner = [type(child).__name__ for child in module.children()][:1]
+    methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
+    shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
     record = first_tasks(metrics.record, recipe["tasks"]) if recipe["tasks"] else metrics.record
     results = {
         "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
-        "parts": _parts(trainer, stream),
+        "parts": {
+            "model": " in ".join([*inner, type(module).__name__]),
+            "data": ", ".join([name_of(stream.data), *shared]),
+            "methods": ", ".join(methods) or "none: averaging alone",
+        },
         "seed": config["seed_everything"],
         "measured_on": metrics.on,
         "metrics": summarize(record),
@@ -40,7 +47,7 @@ def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, An
         # What an editable installation says of itself is as old as the installation.
         "versions": {"lightning-fcl": __version__}
         | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
-        "machine": machine(),
+        "machine": _machine(),
         "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),  # of however many fits they took
         "command": command,
         "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
@@ -62,21 +69,9 @@ def refuse_no_round(trainer: L.Trainer) -> NoReturn:
     )
 
 
-def machine() -> str:
+def _machine() -> str:
     """The machine in a line: processor, cores and threads, or the GPU."""
     info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
     processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()
     return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"
-
-
-def _parts(trainer: L.Trainer, stream: FederatedStream) -> dict[str, str]:
-    module = trainer.lightning_module
-    inner = [type(child).__name__ for child in module.children()][:1]
-    methods = [type(one).__name__ for one in trainer.callbacks if isinstance(one, Method)]  # type: ignore[attr-defined]
-    shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
-    return {
-        "model": " in ".join([*inner, type(module).__name__]),
-        "data": ", ".join([name_of(stream.data), *shared]),
-        "methods": ", ".join(methods) or "none: averaging alone",
-    }

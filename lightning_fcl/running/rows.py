@@ -129,12 +129,6 @@ def at_scale(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
     return (*configs, scaling)
 
 
-def scale_name(configs: Iterable[str | Path]) -> str:
-    """The scale of a recipe, by its files."""
-    names = [Path(config).stem for config in configs]
-    return next((name.removeprefix("scale-") for name in names if name.startswith("scale-")), "paper")
-
-
 def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 

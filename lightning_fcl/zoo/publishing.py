@@ -26,7 +26,7 @@ from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.described import plain_description
 from lightning_fcl.running.parts import RecipeParts, read_parts, trained_checkpoint, with_checkpoint
-from lightning_fcl.running.rows import paper_folder, place_of, scale_name
+from lightning_fcl.running.rows import paper_folder, place_of
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.continued import continuation, continuation_bytes
 from lightning_fcl.zoo.entry import (
@@ -233,7 +233,8 @@ def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
-    file = place_of(paper_folder(paper), scale_name(configs)) / "table.json"
+    scales = [Path(config).stem.removeprefix("scale-") for config in configs if Path(config).stem.startswith("scale-")]
+    file = place_of(paper_folder(paper), [*scales, "paper"][0]) / "table.json"
     return read_table(file).rows.get(str(row), {}) if file.is_file() else {}
 
 
