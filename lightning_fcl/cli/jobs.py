@@ -87,7 +87,7 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
     def so_far() -> str:
         return f"{done} of {len(jobs)} runs are finished; the same command goes on with the others where they were."
 
-    with telling(so_far):
+    with saying_how_to_go_on(so_far):
         if min(workers or os.cpu_count() or 1, len(todo)) <= 1:
             for job in todo:
                 print(f"[{done + 1}/{len(jobs)}] {job.label}", file=sys.stderr)
@@ -102,7 +102,7 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
 
 
 @contextmanager
-def telling(how_to_go_on: Callable[[], str]) -> Iterator[None]:
+def saying_how_to_go_on(how_to_go_on: Callable[[], str]) -> Iterator[None]:
     """Let a command that is told to stop in this block say what is finished and how to go on."""
     stop.how_to_go_on = how_to_go_on
     try:

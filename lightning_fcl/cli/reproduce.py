@@ -65,7 +65,7 @@ def run(options: Namespace) -> None:
             for seed in range(seeds)
         ]
     kept = place_of(folder, scale)
-    take([job for runs in jobs.values() for job in runs], out, kept)
+    take_kept_runs([job for runs in jobs.values() for job in runs], out, kept)
     if options.finished:
         jobs = {name: done for name, runs in jobs.items() if (done := [job for job in runs if finished(job)])}
         if not jobs:
@@ -79,7 +79,12 @@ def run(options: Namespace) -> None:
     _write(out, table, results, content.get("metrics", []), figures)
     for name, runs in jobs.items() if options.keep else ():
         for job in runs:
-            print(f"Kept: {keep(job, out, kept, _command(paper, scale, job.seed + 1, name, options.tasks))}")
+            target = kept / job.out.relative_to(out)
+            target.mkdir(parents=True, exist_ok=True)
+            command = _command(paper, scale, job.seed + 1, name, options.tasks)
+            write_results(target, read_results(job.out) | {"command": command}, indent=None)
+            job.sign(target)
+            print(f"Kept: {target}")
 
 
 def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, finished: bool = False) -> str:
@@ -118,7 +123,7 @@ def _write(
     )
 
 
-def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
+def take_kept_runs(jobs: Sequence[Job], out: Path, kept: Path) -> None:
     """Bring kept runs of the same fingerprint to where those of jobs that are not finished would be."""
     number = 0
     for job in jobs:
@@ -142,12 +147,3 @@ def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
         number += 1
     if number:
         print(f"{number} of {len(jobs)} runs are taken from {kept}.", file=sys.stderr)
-
-
-def keep(job: Job, out: Path, kept: Path, command: str) -> Path:
-    """Put a finished run below a paper's folder, in two small files."""
-    target = kept / job.out.relative_to(out)
-    target.mkdir(parents=True, exist_ok=True)
-    write_results(target, read_results(job.out) | {"command": command}, indent=None)
-    job.sign(target)
-    return target

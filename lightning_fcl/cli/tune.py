@@ -32,7 +32,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from lightning_fcl.cli.jobs import Job, finished, run_job, side_by_side, telling
+from lightning_fcl.cli.jobs import Job, finished, run_job, saying_how_to_go_on, side_by_side
 from lightning_fcl.cli.search import Search, trial_recipe, try_settings
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation import charts
@@ -98,7 +98,7 @@ def run(options: Namespace) -> None:
     def so_far() -> str:
         return f"{len(_trials(study, *STATES))} of {number} trials are done; the same command goes on with the others."
 
-    with telling(so_far), tqdm(total=max(number, done), initial=done, unit="trial") as bar:
+    with saying_how_to_go_on(so_far), tqdm(total=max(number, done), initial=done, unit="trial") as bar:
         for start in range(0, number, size):
             jobs: dict[int, list[Job]] = {}
             for index in range(start, min(start + size, number)):

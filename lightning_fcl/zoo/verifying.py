@@ -107,7 +107,7 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
         same = resolve_recipe(["fit", *config_words(configs), *words, "--seed_everything", str(results["seed"])])
         if _on_any_processes(_plain(same)) == plain:
-            return _told(configs, words)
+            return _recipe_mark(configs, words)
     return {}
 
 
@@ -129,7 +129,7 @@ def recipe_parts(recipe: Mapping[str, Any], name: str) -> RecipeParts:
     """What the recipe of a published network stands for, if it is one of the package as it is now."""
     for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.
-        if _told(configs, words).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
+        if _recipe_mark(configs, words).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
             return read_parts(configs, [*words, "--data.seed", str(seed)])
     raise UnknownRecipeError(
         f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
@@ -137,7 +137,7 @@ def recipe_parts(recipe: Mapping[str, Any], name: str) -> RecipeParts:
     )
 
 
-def _told(configs: Sequence[Path], words: Sequence[str]) -> dict[str, Any]:
+def _recipe_mark(configs: Sequence[Path], words: Sequence[str]) -> dict[str, Any]:
     """A recipe's files, further words, and SHA-256: comments, and what it says of itself, may change."""
     names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
     content = [_plain(read_yaml(path)) for path in configs]

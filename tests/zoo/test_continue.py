@@ -47,7 +47,7 @@ def as_packaged(monkeypatch, tmp_path):
         (run.parent / "recipe.yaml").write_text(yaml.safe_dump(config))
         packaged = [run.parent / "recipe.yaml"], ()
         monkeypatch.setattr("lightning_fcl.zoo.verifying._candidates", lambda told: [packaged])
-        return recipes._told(*packaged)
+        return recipes._recipe_mark(*packaged)
 
     return make
 

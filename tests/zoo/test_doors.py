@@ -144,7 +144,7 @@ def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
 def test_of_an_entrys_recipe_nothing_is_run_that_is_not_the_packages(told):
     own = find(NAME).entry.recipe
     agrees = (
-        recipes._told([recipes_folder() / "quickstart.yaml"], told["words"])
+        recipes._recipe_mark([recipes_folder() / "quickstart.yaml"], told["words"])
         if "words" in told and told["words"] != 3
         else {}
     )
