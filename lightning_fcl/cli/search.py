@@ -33,10 +33,8 @@ class Search:
     Args:
         space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
         cases: Settings that stay as they are in a search of their own, for each case by its name.
-        first_seed: The first of the seeds, so that settings may be chosen on others than those of a table.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
-        recipes: The files of its recipe.
-        words: What else the command line of each run says: that of a row.
+        words: What the command line of each run says beside ``recipes``: that of a row.
         points: The grid, where it is not that of the space.
     """
 
