@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_fcl.running.parts import RecipeParts
@@ -34,26 +33,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    recipes, shape = [*options.recipes, *options.config], None
-    if options.input is not None:
-        shape = [int(size) if size.isdecimal() else 0 for size in options.input.split(",")]
-        if min(shape) < 1:
-            raise ValueError(
-                f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {options.input}."
-            )
-    report_recipe(recipes, options.profile, options.link, options.nodes, options.samples, shape, options.out)
-
-
-def report_recipe(
-    recipes: Sequence[str | Path],
-    profile: str = "gap9-lpm",
-    link: str = "uwb-loco",
-    nodes: int | None = None,
-    samples: int | None = None,
-    input_shape: Sequence[int] | None = None,
-    out: Path | None = None,
-) -> dict[str, Any]:
-    """Print what a recipe needs, by its data where nothing else is said; write it into a folder, too."""
+    """Print what a recipe needs, by its data where nothing else is said."""
     from lightning_fcl.callbacks.base_session import BaseSession
     from lightning_fcl.device.report import device_report
     from lightning_fcl.device.table import report_text
@@ -62,33 +42,39 @@ def report_recipe(
     from lightning_fcl.running.parts import read_parts
     from lightning_fcl.running.rows import find_recipes
 
-    recipe = find_recipes([str(recipe) for recipe in recipes])
+    names, shape = [*options.recipes, *options.config], tuple[int, ...]()
+    if options.input is not None:
+        shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
+        if min(shape) < 1:
+            raise ValueError(
+                f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {options.input}."
+            )
+    recipe = find_recipes(names)
     parts = read_parts(recipe.configs, recipe.fit_words)
     if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
         fold_batchnorm(parts.model)  # as the callback does before the first round
-    if input_shape is None or samples is None or nodes is None:
-        shape, mean, clients = _of_data(parts, required=input_shape is None)
-        input_shape = shape if input_shape is None else input_shape
-        samples = mean if samples is None else samples
-        nodes = clients if nodes is None else nodes
+    samples, nodes = options.samples, options.nodes
+    if not shape or samples is None or nodes is None:
+        own_shape, mean, clients = _of_data(parts, required=not shape)
+        shape = shape or own_shape
+        samples, nodes = (own if given is None else given for own, given in ((mean, samples), (clients, nodes)))
     report = device_report(
         parts.model,
-        input_shape,
+        shape,
         reductions=parts.strategy.rules,
         samples=samples,
         nodes=nodes,
         local_epochs=parts.strategy.local_epochs,
-        profile=profile,
-        link=link,
+        profile=options.profile,
+        link=options.link,
     )
-    report = {"recipes": [str(path) for path in recipes], **report}
+    report = {"recipes": names, **report}
     text = report_text(report)
     print(text)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        print(write_whole(out / "device.json", json.dumps(report, indent=1) + "\n"))
-        print(write_whole(out / "device.md", text))
-    return report
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        print(write_whole(options.out / "device.json", json.dumps(report, indent=1) + "\n"))
+        print(write_whole(options.out / "device.md", text))
 
 
 def _of_data(parts: RecipeParts, required: bool) -> tuple[tuple[int, ...], int, int]:

@@ -6,7 +6,6 @@ import yaml
 from torch import nn
 
 from lightning_fcl import Classifier, ReservoirClassifier
-from lightning_fcl.cli.device import report_recipe
 from lightning_fcl.cli.main import main
 from lightning_fcl.device.footprint import measure
 from lightning_fcl.device.profiles import SHIPPED, read_device, read_link
@@ -402,15 +401,19 @@ def test_recipes_lie_over_each_other_as_in_fit(recipe, tmp_path, capsys):
     capsys.readouterr()
 
 
+def report_recipe(folder, *words):
+    main(["device-report", *map(str, words), "--out", str(folder)])
+    return json.loads((folder / "device.json").read_text())
+
+
 @pytest.mark.seconds
-def test_the_data_tell_shape_samples_and_nodes(capsys):
-    report = report_recipe([RECIPES / "quickstart.yaml"])
+def test_the_data_tell_shape_samples_and_nodes(capsys, tmp_path):
+    report = report_recipe(tmp_path, RECIPES / "quickstart.yaml")
     assert report["input"] == [1, 8, 8]
     assert report["nodes"] == 10 and report["local_epochs"] == 5
     assert report["samples"] == pytest.approx(1797 * 0.8 / 10 / 5, abs=1)
-    assert report_recipe([RECIPES / "quickstart.yaml"], nodes=2)["time"]["synchronisation_s"] == pytest.approx(
-        4 * read_link("uwb-loco").time(4810 * 4)
-    )
+    fewer = report_recipe(tmp_path, RECIPES / "quickstart.yaml", "--nodes", "2")
+    assert fewer["time"]["synchronisation_s"] == pytest.approx(4 * read_link("uwb-loco").time(4810 * 4))
     assert "# Device report" in capsys.readouterr().out
 
 
@@ -418,7 +421,7 @@ def test_a_reservoirs_recipe(capsys, tmp_path):
     files = [RECIPES / "incfed" / name for name in ("base.yaml", "hhar.yaml", "incfed-hhar.yaml")]
     more = tmp_path / "small.yaml"
     more.write_text("model: {init_args: {reservoir: {init_args: {units: 30}}}}\n")
-    report = report_recipe([*files, more], input_shape=(128, 3), samples=10, nodes=4)
+    report = report_recipe(tmp_path, *files, more, "--input", "128,3", "--samples", "10", "--nodes", "4")
     assert report["synchronisation"]["upload_bytes"] == 8 * (6 * 30 + 30 * 30) + 8
     assert "M_T is the readout" in capsys.readouterr().out
 
