@@ -57,7 +57,8 @@ def run(options: Namespace) -> None:
     if not shape or samples is None or nodes is None:
         own_shape, mean, clients = _of_data(parts, required=not shape)
         shape = shape or own_shape
-        samples, nodes = (own if given is None else given for own, given in ((mean, samples), (clients, nodes)))
+        samples = mean if samples is None else samples
+        nodes = clients if nodes is None else nodes
     report = device_report(
         parts.model,
         shape,
