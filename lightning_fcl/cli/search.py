@@ -126,8 +126,10 @@ class Search:
 
     def grid(self) -> Iterator[dict[str, Any]]:
         """Every point of the space, the last setting varying fastest, or the points of another search."""
-        axes = [] if self.points else [_grid_points(key, what) for key, what in self.distributions.items()]
-        return iter(self.points or (dict(zip(self.space, one, strict=True)) for one in itertools.product(*axes)))
+        if self.points:
+            return iter(self.points)
+        points = [_grid_points(key, what) for key, what in self.distributions.items()]
+        return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """What Optuna's parameters stand for in the recipe, and the settings of the case."""

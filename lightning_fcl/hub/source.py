@@ -37,11 +37,11 @@ class Layout:
         return next((root / place for place in self.places if self._fits(root / place)), None)
 
     def _fits(self, place: Path) -> bool:
-        if not self.signs:
-            return place.is_file()
-        matches = ([path for glob in sign.split("|") for path in place.glob(glob)] for sign in self.signs)
-        paths = ([path.relative_to(place).as_posix() for path in found] for found in matches)
-        return all(any(re.fullmatch(self.strictly, path) for path in found) for found in paths)
+        def shows(sign: str) -> bool:
+            found = (path for glob in sign.split("|") for path in place.glob(glob))
+            return any(re.fullmatch(self.strictly, path.relative_to(place).as_posix()) for path in found)
+
+        return all(map(shows, self.signs)) if self.signs else place.is_file()
 
 
 @dataclass(frozen=True)
