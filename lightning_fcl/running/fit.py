@@ -1,4 +1,4 @@
-"""`lightning-fcl fit` and `test`: LightningCLI on recipes, and the folder that every run leaves behind."""
+"""`lightning-fcl fit` and `test`: LightningCLI on recipes, and what every run leaves behind."""
 
 from __future__ import annotations
 
@@ -6,31 +6,39 @@ import contextlib
 import io
 import logging
 import os
+import platform
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import lightning.pytorch as L
+import torch
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
+from lightning_fcl import __version__
+from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, put_off
 from lightning_fcl.evaluation.files import occupied
+from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.results import LAST, run_of, write_results
 from lightning_fcl.evaluation.run_folder import write_files
+from lightning_fcl.evaluation.task_by_task import first_tasks
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
-from lightning_fcl.running.outcome import outcome
+from lightning_fcl.methods.method import Method
 from lightning_fcl.running.remedies import BY_LIGHTNING, NOT_UNDERSTOOD, check_class_paths, refusals
 from lightning_fcl.running.run_callbacks import SaveConfig, StopAfterRound
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
@@ -204,6 +212,62 @@ class FederatedCLI(LightningCLI):
                 write_files(self.out)
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(self.program, self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
+
+
+def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """What a fit has come to, as its ``results.json`` tells it."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    metrics = next(one for one in callbacks if isinstance(one, ContinualMetrics))
+    if not metrics.record.get("rounds"):
+        refuse_no_round(trainer)
+    recipe, module = config["recipe"], trainer.lightning_module
+    inner = [type(child).__name__ for child in module.children()][:1]
+    methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
+    shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
+    record = first_tasks(metrics.record, recipe["tasks"]) if recipe["tasks"] else metrics.record
+    results = {
+        "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
+        "parts": {
+            "model": " in ".join([*inner, type(module).__name__]),
+            "data": ", ".join([name_of(stream.data), *shared]),
+            "methods": ", ".join(methods) or "none: averaging alone",
+        },
+        "seed": config["seed_everything"],
+        "measured_on": metrics.on,
+        "metrics": summarize(record),
+        "record": record,
+        "expected": dict(recipe["expected"]),
+        # What an editable installation says of itself is as old as the installation.
+        "versions": {"lightning-fcl": __version__}
+        | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
+        "machine": _machine(),
+        "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),  # of however many fits they took
+        "command": command,
+        "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
+    }
+    if recipe["tasks"]:
+        results["tasks"] = recipe["tasks"]
+    for callback in callbacks:
+        if isinstance(callback, ActivationDensity):
+            results["densities"] = callback.record
+    return results
+
+
+def refuse_no_round(trainer: L.Trainer) -> NoReturn:
+    """Refuse a fit that has ended before its first round."""
+    raise ValueError(
+        f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` "
+        "ended it before its first. Raise it, or leave it out: the stream's rounds are trained then. "
+        "`lightning-fcl validate` tries a recipe without training."
+    )
+
+
+def _machine() -> str:
+    """The machine in a line: processor, cores and threads, or the GPU."""
+    info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
+    processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()
+    return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"
 
 
 def add_metrics(callbacks: list[Callback], measure_on: Literal["test", "validation"]) -> None:

@@ -19,8 +19,7 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.hub.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
 from lightning_fcl.methods.method import Method
-from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, command_line
-from lightning_fcl.running.outcome import refuse_no_round
+from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, command_line, refuse_no_round
 from lightning_fcl.running.remedies import refusals
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.simulation.limits import check_ranks
