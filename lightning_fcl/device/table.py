@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.errors import require
-from lightning_fcl.evaluation.markdown import markdown_table
+from lightning_fcl.evaluation.table import markdown_table
 
 
 def report_text(report: Mapping[str, Any]) -> str:

@@ -15,9 +15,9 @@ import numpy as np
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Drawn, Points, Spec, over_seeds, spec
 from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
+from lightning_fcl.evaluation.headline import experience_labels, experience_names
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
-from lightning_fcl.evaluation.names import experience_labels, experience_names
 
 Runs: TypeAlias = Sequence[Mapping[str, Any]]
 """Contents of ``results.json`` of the seeds of a row."""

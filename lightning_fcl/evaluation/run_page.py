@@ -9,9 +9,8 @@ import numpy as np
 
 from lightning_fcl.errors import listed
 from lightning_fcl.evaluation import run_charts
-from lightning_fcl.evaluation.headline import ends_of_clients, headlines
+from lightning_fcl.evaluation.headline import ends_of_clients, experience_labels, extent_of, headlines, model_name
 from lightning_fcl.evaluation.metrics import curves, quantity
-from lightning_fcl.evaluation.names import experience_labels, extent_of, model_name
 from lightning_fcl.evaluation.pages import fill_template
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lightning_fcl import __version__
+from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.markdown import markdown_table
+from lightning_fcl.evaluation.metrics import task_curves
 
 NEAR = 0.05
 """How far from the paper's number a mean is near it."""
@@ -165,6 +168,39 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
     return found
 
 
+def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]], gains: Mapping[str, Any]) -> Table:
+    """A table with the clients' average accuracy after each task, and how much some rows gain over others.
+
+    Args:
+        table: The table.
+        results: Contents of ``results.json`` of each seed of its rows.
+        gains: The rows ``of`` which it is told how far their accuracy lies above the mean of that of the rows ``over``,
+            by that mean, and the ``paper``'s numbers after each task. Only where all those rows were run.
+
+    Returns:
+        It, with the metrics ``accuracy_after_1/clients`` and ``gain_after_1/clients`` and so on.
+    """
+    curves = {row: {one["seed"]: task_curves(one["record"])[0] for one in runs} for row, runs in results.items()}
+    found = {row: _cells("accuracy", of) for row, of in curves.items()}
+    if {*gains["of"], *gains["over"]} <= {*results}:
+        for row in gains["of"]:
+            seeds = [seed for seed in curves[row] if all(seed in curves[other] for other in gains["over"])]
+            means = {seed: np.mean([curves[other][seed] for other in gains["over"]], axis=0) for seed in seeds}
+            found[row] |= _cells("gain", {s: curves[row][s] / means[s] - 1 for s in seeds}, gains["paper"])
+    return replace(table, rows={row: {**cells, **found[row]} for row, cells in table.rows.items()})
+
+
+def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
+    """A cell for each task after which there is a number."""
+    longest = max(map(len, curves.values()), default=0)
+    told = [*paper, *[None] * longest]
+    values = [
+        {seed: float(curve[t]) for seed, curve in curves.items() if np.isfinite(curve[t : t + 1]).any()}
+        for t in range(longest)
+    ]
+    return {f"{name}_after_{t + 1}/clients": Cell(of, told[t]) for t, of in enumerate(values) if of}
+
+
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
     """Write ``table.json`` and ``table.md``, a line per row with cells ``ours ± std (paper)``."""
     lines = [[row, *(of[n].text(n) if n in of else "-" for n in table.metrics)] for row, of in table.rows.items()]
@@ -205,6 +241,18 @@ def read_table(path: str | Path) -> Table:
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Expected {path} to hold a table but got: {error!r}. Write it anew.") from error
+
+
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with columns of even width; those of numbers, but not the first, are set to the right."""
+    columns = []
+    for number, column in enumerate(zip(head, *lines, strict=True)):
+        cells = [cell.replace("|", "\\|") for cell in column]
+        right = number > 0 and all(cell.startswith(tuple("+-0123456789")) for cell in cells[1:])
+        width = max(3, *map(len, cells))
+        cells.insert(1, "-" * (width - right) + ":" * right)
+        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*columns, strict=True))
 
 
 def metric_title(name: str) -> str:

@@ -17,8 +17,7 @@ from lightning_fcl import __version__
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
 from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.task_by_task import first_tasks
+from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.methods.method import Method
 
 
