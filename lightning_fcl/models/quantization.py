@@ -167,17 +167,6 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
     as the backbone will see them. None builds the structure alone, without torchao, for a state that is loaded
     afterwards. The maps that come out are quantised too. Make the optimizer afterwards.
     """
-    backbone = _float_backbone(model)
-    convolutions = _chain(backbone)
-    quantized = Int8Backbone({name.replace(".", "_"): layer for name, layer in convolutions.items()})
-    device = next(iter(convolutions.values())).weight.device
-    if calibration is not None:
-        _check_images(model, calibration, next(iter(convolutions.values())).in_channels)
-        _fill(quantized, list(convolutions.values()), _converted(backbone, calibration, batch_size))
-    model.backbone = quantized.to(device)
-
-
-def _float_backbone(model: nn.Module) -> nn.Module:
     backbone = getattr(model, "backbone", None)
     if not isinstance(backbone, nn.Module):
         raise ValueError(
@@ -191,7 +180,18 @@ def _float_backbone(model: nn.Module) -> nn.Module:
         )
     backbone = copy.deepcopy(backbone).cpu().float().eval()
     fold_batchnorm(backbone)
-    return backbone
+    convolutions = _chain(backbone)
+    quantized = Int8Backbone({name.replace(".", "_"): layer for name, layer in convolutions.items()})
+    first = next(iter(convolutions.values()))
+    if calibration is not None:
+        takes = tuple(getattr(model, "input_shape", (first.in_channels, *calibration.shape[2:])))
+        if tuple(calibration.shape[1:]) != takes or not len(calibration) or not calibration.isfinite().all():
+            raise ValueError(
+                f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, takes))}) and finite numbers "
+                f"but got {tuple(calibration.shape)}. Pass a batch of the images that the model is trained on."
+            )
+        _fill(quantized, list(convolutions.values()), calibrated_graph(backbone, calibration, batch_size))
+    model.backbone = quantized.to(next(iter(model.backbone.parameters())).device)
 
 
 def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
@@ -209,20 +209,6 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
     if not found:
         raise ValueError("Expected `model.backbone` to hold convolutions but got none. Move its convolutions there.")
     return found
-
-
-def _check_images(model: nn.Module, images: Tensor, channels: int) -> None:
-    expected = tuple(getattr(model, "input_shape", (channels, *images.shape[2:])))
-    if images.dim() != 4 or tuple(images.shape[1:]) != expected or len(images) == 0:
-        raise ValueError(
-            f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, expected))}) but got "
-            f"{tuple(images.shape)}. Pass a batch of the images that the model is trained on."
-        )
-    if not (images.is_floating_point() and images.isfinite().all()):
-        raise ValueError(
-            f"Expected `calibration` images of finite floating-point numbers but got some that are not, in "
-            f"{images.dtype}. Scale and clean them as for training."
-        )
 
 
 def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.GraphModule) -> None:
@@ -249,7 +235,7 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
         scale = out_scale
 
 
-def _converted(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
+def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
     """The PT2E graph of a backbone, with quantisation as constants and dequantisation before every convolution."""
     with quietly():
         pt2e = require("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")

@@ -69,18 +69,7 @@ class ViT(SplitViT):
     biases everywhere. It is timm's ``VisionTransformer``, whose parameters are exactly those of the authors' code. The
     paper tells the layers only, the code the rest: width 192, 12 heads (3 heads have as many parameters).
 
-    The body's 2,691,648 parameters, which are 10.77 MB one way:
-
-    ============  =====================================  ===============
-    patches       3 * 4 * 4 * 192 + 192                            9,408
-    class token   192                                                192
-    positions     (8 * 8 + 1) * 192                               12,480
-    six blocks    6 * 444,864                                  2,669,184
-    - attention   (192 * 576 + 576) + (192 * 192 + 192)  148,224 a block
-    - perceptron  (192 * 768 + 768) + (768 * 192 + 192)  295,872 a block
-    - two norms   2 * 2 * 192                                768 a block
-    last norm     2 * 192                                            384
-    ============  =====================================  ===============
+    The body has 2,691,648 parameters, which are 10.77 MB one way: 444,864 in each block.
 
     Args:
         num_classes: Number of classes.

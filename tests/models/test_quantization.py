@@ -63,6 +63,12 @@ def conv_by_hand(x, weight, bias, stride, padding, groups):
     return out
 
 
+def float_backbone(model):
+    backbone = copy.deepcopy(model.backbone).eval()
+    fold_batchnorm(backbone)
+    return backbone
+
+
 # --- folding ---
 
 
@@ -147,7 +153,7 @@ def test_the_network_is_as_near_to_float_as_the_graph_that_torchao_makes(pair):
     model, int8 = pair
     with torch.no_grad():
         maps = model.backbone(digits())
-        graph = quantization._converted(quantization._float_backbone(model), digits()[:128], 64)(digits())
+        graph = quantization.calibrated_graph(float_backbone(model), digits()[:128], 64)(digits())
     # The graph adds biases in floating point: here and there a number falls on the other side of a half, which moves
     # others in the layers that follow.
     error = relative(maps, graph)
@@ -305,11 +311,10 @@ def test_a_federation_trains_the_head_alone_in_a_cohort_as_one_by_one(fit):
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.zeros(4, 1, 48, 64), r"shape \(at least 1, 1, 64, 48\) but got \(4, 1, 48, 64\)"),
+        (torch.zeros(4, 1, 48, 64), r"1, 64, 48\) and finite numbers but got \(4, 1, 48, 64\)"),
         (torch.zeros(0, 1, 64, 48), r"but got \(0, 1, 64, 48\)"),
         (torch.zeros(1, 64, 48), r"but got \(1, 64, 48\)"),
-        (torch.full((2, 1, 64, 48), float("nan")), "finite floating-point numbers"),
-        (torch.zeros(2, 1, 64, 48, dtype=torch.uint8), r"in torch\.uint8"),
+        (torch.full((2, 1, 64, 48), float("nan")), "finite numbers"),
     ],
 )
 def test_bad_images_are_refused_and_change_nothing(images, message):
