@@ -55,8 +55,7 @@ def report_recipe(
 ) -> dict[str, Any]:
     """Print what a recipe needs, by its data where nothing else is said; write it into a folder, too."""
     from lightning_fcl.callbacks.base_session import BaseSession
-    from lightning_fcl.device.report import device_report
-    from lightning_fcl.device.table import report_text
+    from lightning_fcl.device.report import device_report, report_text
     from lightning_fcl.evaluation.files import write_whole
     from lightning_fcl.models.quantization import fold_batchnorm
     from lightning_fcl.running.fit import read_parts

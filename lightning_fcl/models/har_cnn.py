@@ -70,7 +70,8 @@ class HARCNN(Described):
             for layer in self.modules():
                 if isinstance(layer, nn.Conv1d | nn.Linear):
                     nn.init.xavier_uniform_(layer.weight)
-                    nn.init.zeros_(layer.bias)
+                    if layer.bias is not None:
+                        nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits, shape (batch, num_classes), of windows (batch, in_channels, length), or of one alone."""

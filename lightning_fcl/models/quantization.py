@@ -191,7 +191,7 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
                 f"but got {tuple(calibration.shape)}. Pass a batch of the images that the model is trained on."
             )
         _fill(quantized, list(convolutions.values()), calibrated_graph(backbone, calibration, batch_size))
-    model.backbone = quantized.to(next(iter(model.backbone.parameters())).device)
+    model.backbone = quantized
 
 
 def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
