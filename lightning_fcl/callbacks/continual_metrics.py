@@ -11,7 +11,7 @@ import lightning.pytorch as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.callbacks.tester import Counts, StepTester, Tester, Values, is_measured_by_step, parts_of
+from lightning_fcl.callbacks.tester import Counts, StepTester, Tester, Values, is_measured_by_step, measured_parts
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
@@ -264,7 +264,7 @@ class ContinualMetrics(Callback):
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
         if "measures" in self.record:
-            parts = parts_of(self.record["tasks"][model], number)
+            parts = measured_parts(self.record["tasks"][model], number)
             tested = set(range(number) if groups is None else groups)
             return self._measured(test, module, [part for part in parts if tested.issuperset(part)])
         assert isinstance(test, Tester)

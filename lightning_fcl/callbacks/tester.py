@@ -190,7 +190,7 @@ def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def parts_of(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
+def measured_parts(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
     """The groups that a model of these tasks is measured on together: each, all, each task, and the tasks so far."""
     learnt: set[int] = set()
     parts = [(group,) for group in range(groups)] + [tuple(range(groups))]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.device.trace import Layer, Recorder, flop_counter, only_trained
+from lightning_fcl.device.trace import Layer, LayerRecorder, flop_counter, only_trained
 from lightning_fcl.federation.aggregation import Reduction, Rules, entries, frozen_parameters, reductions_of
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -97,7 +97,7 @@ def measure(module: nn.Module, input_shape: Sequence[int], rules: Rules | None =
     try:
         if isinstance(module, ReservoirTask):
             return _reservoir(module, sample, _entries(module, reductions, trained, {}))
-        recorder = Recorder(module)
+        recorder = LayerRecorder(module)
         with only_trained(module, trained):
             backward = recorder.run(sample)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

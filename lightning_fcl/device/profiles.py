@@ -72,7 +72,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class Medium:
     """A shared medium over which one node sends at a time, and one transfer of some bytes that was measured on it."""
 
     name: str
@@ -89,7 +89,7 @@ class Link:
         return self.seconds * size / self.bytes
 
 
-Profile = TypeVar("Profile", Device, Link)
+Profile = TypeVar("Profile", Device, Medium)
 
 
 def read_device(name: str | Path) -> Device:
@@ -97,9 +97,9 @@ def read_device(name: str | Path) -> Device:
     return _read(Device, str(name), "devices", "profile")
 
 
-def read_link(name: str | Path) -> Link:
+def read_link(name: str | Path) -> Medium:
     """A link of profiles.yaml, or of a YAML file of your own with the same keys."""
-    return _read(Link, str(name), "links", "link")
+    return _read(Medium, str(name), "links", "link")
 
 
 def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fcl.device.footprint import Footprint, measure
-from lightning_fcl.device.profiles import Device, Link, read_device, read_link
+from lightning_fcl.device.profiles import Device, Medium, read_device, read_link
 from lightning_fcl.device.trace import Layer
 from lightning_fcl.errors import at_least, require
 from lightning_fcl.evaluation.table import markdown_table
@@ -180,7 +180,7 @@ def _largest(layers: Sequence[Layer], what: str) -> dict[str, Any]:
 
 
 def _costs(
-    footprint: Footprint, device: Device, link: Link, samples: int, nodes: int, local_epochs: int
+    footprint: Footprint, device: Device, link: Medium, samples: int, nodes: int, local_epochs: int
 ) -> dict[str, Any]:
     up, down = (sum(getattr(entry, name) for entry in footprint.entries) for name in ("upload", "download"))
     epoch = device.seconds(samples * footprint.frozen_forward, samples * footprint.fp32_macs)

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.metrics import curves, sign
 
-__all__ = ["BANDWIDTHS", "communication_time", "communication_times", "simulated_times", "time_to", "volumes"]
+__all__ = ["BANDWIDTHS", "communication_time", "simulated_times", "time_to", "volumes"]
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
@@ -34,10 +34,10 @@ def volumes(record: Mapping[str, Any]) -> FloatArray:
     return np.asarray(sums, dtype=np.float64)
 
 
-def communication_times(record: Mapping[str, Any], bandwidth: float) -> FloatArray:
-    """Seconds of communication in each round, shape (R,).
+def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
+    """Seconds of communication of a whole run.
 
-    All clients transfer at once, each over a link of its own, first down and after its training up; the round waits for
+    All clients transfer at once, each over a link of its own, first down and after its training up; a round waits for
     the client with the most bytes, both ways together. Neither latency nor a limit of the server's own link counts.
 
     Args:
@@ -48,9 +48,9 @@ def communication_times(record: Mapping[str, Any], bandwidth: float) -> FloatArr
         ValueError: If ``bandwidth`` is not a positive number.
 
     Example:
-        >>> record = {"rounds": [{"upload_bytes": {"a": 40, "b": 10}, "download_bytes": {"a": 50, "b": 50}}]}
-        >>> communication_times(record, bandwidth=10)
-        array([9.])
+        >>> record = {"rounds": [{"upload_bytes": {"a": 400_000}, "download_bytes": {"a": 600_000}}] * 3}
+        >>> communication_time(record, bandwidth=1e6)
+        3.0
     """
     if not 0 < bandwidth < float("inf"):
         raise ValueError(f"Expected `bandwidth` to be a positive number of bytes per second but got {bandwidth}.")
@@ -58,18 +58,7 @@ def communication_times(record: Mapping[str, Any], bandwidth: float) -> FloatArr
     for entry in record["rounds"]:
         up, down = (entry.get(way, {}) for way in _WAYS)
         slowest.append(max((up.get(client, 0) + down.get(client, 0) for client in {*up, *down}), default=0))
-    return np.asarray(slowest, dtype=np.float64) / bandwidth
-
-
-def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
-    """Seconds of communication of a whole run. See `communication_times`.
-
-    Example:
-        >>> record = {"rounds": [{"upload_bytes": {"a": 400_000}, "download_bytes": {"a": 600_000}}] * 3}
-        >>> communication_time(record, bandwidth=1e6)
-        3.0
-    """
-    return float(communication_times(record, bandwidth).sum())
+    return float((np.asarray(slowest, dtype=np.float64) / bandwidth).sum())
 
 
 def simulated_times(record: Mapping[str, Any]) -> FloatArray:

@@ -11,23 +11,10 @@ import numpy as np
 from lightning_fcl.errors import listed
 from lightning_fcl.evaluation.metrics import curves, quantity, sign
 
-__all__ = ["Headline", "ends_of_clients", "headlines"]
-
 
 @dataclass(frozen=True)
 class Headline:
-    """A number of a run.
-
-    Args:
-        name: What it is.
-        value: The number.
-        note: Of whom, and on what.
-        unit: ``"B"`` for bytes, else none.
-
-    Example:
-        >>> Headline("traffic", 2_500_000, "up and down", "B").text
-        '2.5 MB'
-    """
+    """A number of a run: what it is, of whom and on what, and its unit, ``"B"`` for bytes."""
 
     name: str
     value: float
@@ -36,7 +23,6 @@ class Headline:
 
     @property
     def text(self) -> str:
-        """The number as it is shown."""
         return number_text(self.value, self.unit)
 
 
@@ -50,13 +36,7 @@ def number_text(value: float, unit: str = "") -> str:
 
 
 def headlines(results: Mapping[str, Any]) -> list[Headline]:
-    """At most five numbers of a run; what was not measured is left out.
-
-    Example:
-        >>> metrics = {"final_accuracy/server": 0.5, "upload_bytes/total": 40.0}
-        >>> [one.name for one in headlines({"metrics": metrics, "record": {"tasks": {}, "rounds": []}})]
-        ['final accuracy', 'traffic']
-    """
+    """At most five numbers of a run; what was not measured is left out."""
     record, metrics = results["record"], results["metrics"]
     of = quantity(record)
     lost = "forgetting" if of == "accuracy" else f"forgetting_{of}"

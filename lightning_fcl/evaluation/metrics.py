@@ -216,8 +216,12 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
         (0.75, 0.5, 1.0, 80.0)
     """
     measures = [one["name"] for one in record["measures"]] if "measures" in record else [None]
-    models, before = _all_metrics(record, measures), before_aggregation(record)
-    for model, metrics in _all_metrics(before, measures).items():
+    models = _all_metrics(record, measures)
+    # The clients' own models alone, as their last local training of each experience has left them.
+    name = "values" if "measures" in record else "correct"
+    own = [{**entry, name: entry["own"]} for entry in record["rounds"] if "own" in entry]
+    tasks = {model: tasks for model, tasks in record["tasks"].items() if model != "server"}
+    for model, metrics in _all_metrics({**record, "tasks": tasks, "rounds": own}, measures).items():
         found = {name: value for name, value in metrics.items() if name.startswith(_AFTER_TASKS)}
         models[model] = models.get(model, {}) | {f"{name}_own": value for name, value in found.items()}
     clients = [metrics for model, metrics in models.items() if model != "server"]
@@ -253,17 +257,6 @@ def first_tasks(record: Mapping[str, Any], tasks: int) -> dict[str, Any]:
     ended = ("kept_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
     kept = {name: value for name, value in record.items() if name not in ended}
     return {**kept, "tasks": {model: own[:tasks] for model, own in record["tasks"].items()}, "rounds": rounds}
-
-
-def before_aggregation(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record of the clients' own models alone, as their last local training of each experience has left them.
-
-    Empty of rounds where they were not tested beside what clients predict with after aggregation.
-    """
-    name = "values" if "measures" in record else "correct"
-    rounds = [{**entry, name: entry["own"]} for entry in record["rounds"] if "own" in entry]
-    tasks = {model: tasks for model, tasks in record["tasks"].items() if model != "server"}
-    return {**record, "tasks": tasks, "rounds": rounds}
 
 
 def _all_metrics(record: Mapping[str, Any], measures: Sequence[str | None]) -> dict[str, dict[str, float]]:

@@ -24,12 +24,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table.
-
-    Args:
-        values: What each seed gave; none where only the paper has the metric.
-        paper: The paper's number, None where it tells none.
-    """
+    """One number of a table: what each seed gave, none where only the paper has the metric, and the paper's, if any."""
 
     values: Mapping[int, float]
     paper: float | None = None
@@ -146,11 +141,7 @@ class Table:
 
 
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
-    """Every metric of each recipe row, seed by seed, and what the paper has.
-
-    Returns:
-        ``{row: {metric: cell}}``, rows in order of appearance.
-    """
+    """``{row: {metric: cell}}``: every metric of each recipe row, seed by seed, and what the paper has."""
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
     for one in results:
         row, seed = one["recipe"]["row"] if one["recipe"] else one["command"], one["seed"]
@@ -171,14 +162,9 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
 def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]], gains: Mapping[str, Any]) -> Table:
     """A table with the clients' average accuracy after each task, and how much some rows gain over others.
 
-    Args:
-        table: The table.
-        results: Contents of ``results.json`` of each seed of its rows.
-        gains: The rows ``of`` which it is told how far their accuracy lies above the mean of that of the rows ``over``,
-            by that mean, and the ``paper``'s numbers after each task. Only where all those rows were run.
-
-    Returns:
-        It, with the metrics ``accuracy_after_1/clients`` and ``gain_after_1/clients`` and so on.
+    ``results`` are those of each seed of its rows. ``gains`` tells the rows ``of`` which it is told how far their
+    accuracy lies above the mean of that of the rows ``over``, by that mean, and the ``paper``'s numbers after each
+    task. Only where all those rows were run.
     """
     curves = {row: {one["seed"]: task_curves(one["record"])[0] for one in runs} for row, runs in results.items()}
     found = {row: _cells("accuracy", of) for row, of in curves.items()}
@@ -237,7 +223,16 @@ def read_table(path: str | Path) -> Table:
             "version of lightning-fcl wrote it. Write it anew with `lightning-fcl reproduce`."
         )
     try:
-        rows = {row: {name: _cell(cell) for name, cell in of.items()} for row, of in content["rows"].items()}
+        rows = {
+            row: {
+                name: Cell(
+                    {int(seed): float(value) for seed, value in cell["values"].items()},
+                    None if cell["paper"] is None else float(cell["paper"]),
+                )
+                for name, cell in of.items()
+            }
+            for row, of in content["rows"].items()
+        }
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Expected {path} to hold a table but got: {error!r}. Write it anew.") from error
@@ -269,11 +264,6 @@ def metric_number(name: str, value: float | None) -> str:
 def _plain(cell: Cell) -> dict[str, Any]:
     summary = {"mean": cell.mean, "std": cell.std, "n": cell.n, "paper": cell.paper}
     return {**summary, "values": {str(seed): value for seed, value in sorted(cell.values.items())}}
-
-
-def _cell(content: Mapping[str, Any]) -> Cell:
-    paper = content["paper"]
-    return Cell({int(seed): float(v) for seed, v in content["values"].items()}, None if paper is None else float(paper))
 
 
 def _distinct(texts: Iterable[str]) -> str:

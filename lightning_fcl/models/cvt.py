@@ -63,12 +63,6 @@ class CvTBody(Described):
         mlp_ratio: float = 4.0,
     ) -> None:
         super().__init__()
-        sizes = [len(part) for part in (widths, depths, heads, kernels, strides)]
-        if len(set(sizes)) > 1:
-            raise ValueError(
-                "Expected `widths`, `depths`, `heads`, `kernels` and `strides` to have one number for each stage but "
-                f"got {', '.join(map(str, sizes))} numbers."
-            )
         side, stages = image_size, []
         for number, (width, depth, of_heads, kernel, stride) in enumerate(
             zip(widths, depths, heads, kernels, strides, strict=True), start=1

@@ -58,17 +58,12 @@ def fold_batchnorm(module: nn.Module) -> None:
     The outputs in evaluation mode stay the same up to rounding. The normalisation gives way to an `nn.Identity`, so
     that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was.
     """
-    for name, sequence in module.named_modules():
+    for sequence in module.modules():
         if not isinstance(sequence, nn.Sequential):
             continue
         layers = list(sequence.named_children())
         for (first, convolution), (second, norm) in itertools.pairwise(layers):
             if isinstance(convolution, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
-                if norm.running_mean is None:
-                    raise ValueError(
-                        f"Expected `{name}.{second}` to keep running statistics but got `track_running_stats=False`. "
-                        "Replace it by a BatchNorm2d that does, and train again."
-                    )
                 training = convolution.training
                 fused = fuse_conv_bn_eval(convolution.eval(), norm.eval()).train(training)
                 # A bias that was not there before comes back frozen.
@@ -167,18 +162,7 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
     as the backbone will see them. None builds the structure alone, without torchao, for a state that is loaded
     afterwards. The maps that come out are quantised too. Make the optimizer afterwards.
     """
-    backbone = getattr(model, "backbone", None)
-    if not isinstance(backbone, nn.Module):
-        raise ValueError(
-            f"Expected a model with a `backbone` but `{type(model).__name__}` has none. Use DSICNet, or name the "
-            "frozen part of your model so."
-        )
-    if isinstance(backbone, Int8Backbone):
-        raise ValueError(
-            "Expected `model.backbone` in floating point but it is quantised already. Build the model anew to "
-            "quantise it with other images."
-        )
-    backbone = copy.deepcopy(backbone).cpu().float().eval()
+    backbone = copy.deepcopy(model.get_submodule("backbone")).cpu().float().eval()
     fold_batchnorm(backbone)
     convolutions = _chain(backbone)
     quantized = Int8Backbone({name.replace(".", "_"): layer for name, layer in convolutions.items()})

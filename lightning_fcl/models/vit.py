@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fcl.errors import at_least
 from lightning_fcl.models._bodies import make_body, vit_body
 from lightning_fcl.models._parts import check_images, fast_attention
 from lightning_fcl.models.described import Described, described
@@ -40,8 +41,7 @@ class SplitViT(Described):
         self, body: nn.Module, features: int, num_classes: int = 100, image_size: int = 32, channels: int = 3
     ) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"Expected `num_classes` to be at least 1 but got {num_classes}. Read it from the data.")
+        at_least(1, num_classes=num_classes)
         self.input_shape = (channels, image_size, image_size)
         self.features = features
         self.body = body

@@ -102,12 +102,6 @@ def test_folding_is_the_formula_and_leaves_other_norms_alone():
     assert block[0].training and block.training
 
 
-def test_folding_needs_running_statistics():
-    block = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1, track_running_stats=False))
-    with pytest.raises(ValueError, match="track_running_stats=False"):
-        fold_batchnorm(block)
-
-
 # --- int8 against independent computations ---
 
 
@@ -333,7 +327,6 @@ def with_backbone(*layers):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(1, 1), "`Linear` has none"),
         (with_backbone(nn.Conv2d(1, 1, 1), nn.Sigmoid()), "got Sigmoid at `1`"),
         (with_backbone(nn.ReLU(), nn.Conv2d(1, 1, 1)), "got ReLU at `0`"),
         (with_backbone(nn.BatchNorm2d(1), nn.Conv2d(1, 1, 1)), "got BatchNorm2d at `0`"),
@@ -348,5 +341,5 @@ def test_other_models_are_refused(model, message):
 
 @pytest.mark.seconds
 def test_a_quantised_model_is_refused(pair):
-    with pytest.raises(ValueError, match="quantised already"):
+    with pytest.raises(ValueError, match="got Int8Backbone at"):
         quantize_backbone(pair[1], None)

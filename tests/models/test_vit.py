@@ -415,7 +415,7 @@ def test_spellings(name):
 WRONG = {
     "name": (("switn",), {}, "Expected `name` to be one of cait, cait_xxs24, "),
     "near": (("cvt13",), {}, "but got 'cvt13'. Did you mean cvt_13?"),
-    "classes": (("vit",), {"num_classes": 0}, "Expected `num_classes` to be at least 1 but got 0. Read it from the"),
+    "classes": (("vit",), {"num_classes": 0}, "Expected `num_classes` to be at least 1 but got 0."),
     "option": (("deit",), {"depht": 3}, "heads, mlp_ratio, but got 'depht'. Did you mean depth?"),
     "timm's": (("swin",), {"img_size": 3}, "Expected options of SwinTransformer, which are patch_size, embed_dim,"),
     "heads": (("vit",), {"heads": 7}, "Expected `width` to be a multiple of `heads`=7 but got 192."),
