@@ -129,29 +129,16 @@ class Int8Backbone(nn.Module):
     def layers(self) -> list[Int8Convolution]:
         return cast(list[Int8Convolution], list(self.children()))
 
-    @property
-    def int8_bytes(self) -> int:
-        """Bytes of the state on a device: 1 for a weight, 4 for each bias, scale and zero point."""
-        return sum(value.numel() * (1 if value.dtype == torch.int8 else 4) for value in self.buffers())
-
     def forward(self, x: Tensor) -> Tensor:
         """Maps (batch, channels, h, w), multiples of the last layer's scale, of images; in their type."""
-        return (self._run(x) * self.layers[-1].scale.float()).to(x.dtype)
-
-    def levels(self, x: Tensor) -> Tensor:
-        """The maps' levels of 8 bits each, to be stored: uint8 of the maps' shape."""
-        return (self._run(x) + self.layers[-1].zero_point).to(torch.uint8)
-
-    def _run(self, x: Tensor) -> Tensor:
-        """The last layer's levels minus its zero point, in float32 whatever the type of the images."""
-        # Autocast would round the sums to 8 or 11 bits.
+        # In float32 whatever the type of the images: autocast would round the sums to 8 or 11 bits.
         with torch.autocast(x.device.type, enabled=False):
             scale = self.input_scale
-            x = _clamp((x.float() / scale.float()).round_(), self.input_zero_point)
+            levels = _clamp((x.float() / scale.float()).round_(), self.input_zero_point)
             for layer in self.layers:
-                x = layer(x, scale)
+                levels = layer(levels, scale)
                 scale = layer.scale
-        return x
+        return (levels * scale.float()).to(x.dtype)
 
 
 def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: int = 64) -> None:
