@@ -50,7 +50,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         [label, *([extents[label]] if extents else []), *(_mean([run[n] for run in of if n in run]) for n in names)]
         for label, of in found.items()
     ]
-    told = list(dict.fromkeys(name for _, name, _ in table.told)) if table else []
+    compared_metrics = list(dict.fromkeys(name for _, name, _ in table.paper_cells)) if table else []
     return fill_template(
         "comparison.html",
         groups=groups,
@@ -62,10 +62,10 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
             label for label, of in groups.items() if any(run.get("measured_on") == "validation" for run in of)
         ],
         glance=[head, *lines],
-        told=[metric_title(name) for name in told],
+        compared=[metric_title(name) for name in compared_metrics],
         against_paper=[
-            [row, *((of[name].text(name), of[name].stands) if name in of else "-" for name in told)]
-            for row, of in (table.rows.items() if table and told else ())
+            [row, *((of[name].text(name), of[name].stands) if name in of else "-" for name in compared_metrics)]
+            for row, of in (table.rows.items() if table and compared_metrics else ())
         ],
         charts={
             "against": against_chart(table) if table else None,
@@ -198,7 +198,7 @@ def against_chart(table: Table) -> Spec | None:
 def compared(table: Table) -> Points:
     """Every number that the paper tells and ours were measured of."""
     points: Points = []
-    for row, name, cell in table.told:
+    for row, name, cell in table.paper_cells:
         if cell.mean is not None and cell.paper is not None:
             two, kind = 2 * (cell.std or 0.0), _KINDS[cell.stands]
             point = {"row": row, "metric": metric_title(name), "stands": kind, "off": cell.off}

@@ -158,10 +158,10 @@ def task_curves(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
     longest = max(map(len, of_clients), default=0)
     accuracy, forgotten = np.full(longest, np.nan), np.full(longest, np.nan)
     for t in range(1, longest + 1):
-        there = [matrix for matrix in of_clients if len(matrix) >= t]
-        accuracy[t - 1] = finite_mean([average_accuracy(matrix, t) for matrix in there])
+        long_enough = [matrix for matrix in of_clients if len(matrix) >= t]
+        accuracy[t - 1] = finite_mean([average_accuracy(matrix, t) for matrix in long_enough])
         if t > 1:
-            forgotten[t - 1] = finite_mean([forgetting(sign(record) * matrix, t) for matrix in there])
+            forgotten[t - 1] = finite_mean([forgetting(sign(record) * matrix, t) for matrix in long_enough])
     return accuracy, forgotten
 
 

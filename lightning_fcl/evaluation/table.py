@@ -123,13 +123,13 @@ class Table:
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
 
     @property
-    def told(self) -> list[tuple[str, str, Cell]]:
+    def paper_cells(self) -> list[tuple[str, str, Cell]]:
         """The row, the metric and the number of all that the paper tells."""
         return [(row, name, c) for row, of in self.rows.items() for name, c in of.items() if c.paper is not None]
 
     @property
     def standing(self) -> Standing:
-        found = [cell.stands for _, _, cell in self.told]
+        found = [cell.stands for _, _, cell in self.paper_cells]
         return Standing(*(found.count(kind) for kind in Standing._fields))
 
     def only(self, metrics: Sequence[str]) -> Table:
@@ -179,12 +179,12 @@ def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]],
 def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
     """A cell for each task after which there is a number."""
     longest = max(map(len, curves.values()), default=0)
-    told = [*paper, *[None] * longest]
+    papers = [*paper, *[None] * longest]
     values = [
         {seed: float(curve[t]) for seed, curve in curves.items() if np.isfinite(curve[t : t + 1]).any()}
         for t in range(longest)
     ]
-    return {f"{name}_after_{t + 1}/clients": Cell(of, told[t]) for t, of in enumerate(values) if of}
+    return {f"{name}_after_{t + 1}/clients": Cell(of, papers[t]) for t, of in enumerate(values) if of}
 
 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:

@@ -184,12 +184,12 @@ def _by_eigenvalues(a: Tensor, b: Tensor, betas: Sequence[float]) -> tuple[Tenso
     An eigenvalue of b that may be nothing but rounding errors counts as 0; without a beta the least solution is taken.
     """
     values, vectors = torch.linalg.eigh(b)
-    there = values > _ROUNDING * _cut_off(values)
-    values = torch.where(there, values, 0.0)
+    counted = values > _ROUNDING * _cut_off(values)
+    values = torch.where(counted, values, 0.0)
     scales = values + torch.tensor(betas, dtype=torch.float64, device=values.device)[:, None]
     inverse = torch.where(scales > _cut_off(values), 1 / scales, 0.0)
     weights: Tensor = ((a @ vectors) * inverse[:, None, :]) @ vectors.t()
-    return weights, int(there.sum())
+    return weights, int(counted.sum())
 
 
 def _check_finite(a: Tensor, b: Tensor) -> None:
