@@ -25,11 +25,10 @@ import yaml
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.comparison_charts import compared, scatter
+from lightning_fcl.evaluation.comparison import compared, scatter
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.inside import inside
-from lightning_fcl.evaluation.markdown import markdown_table
-from lightning_fcl.evaluation.table import NEAR, Cell, Table, metric_number, read_table
+from lightning_fcl.evaluation.table import NEAR, Cell, Table, markdown_table, metric_number, read_table
 from lightning_fcl.running.rows import expanded, paper_folder, paper_rows, place_of, recipes_folder
 
 _BLOCK = re.compile(r"(<!-- ([\w-]+)(?:: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)

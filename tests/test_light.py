@@ -101,7 +101,7 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
     drawing = (
         "charts.py",
         "run_charts.py",
-        "comparison_charts.py",
+        "comparison.py",
         "figures.py",
         "pages.py",
     )  # each is required before

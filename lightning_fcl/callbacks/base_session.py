@@ -102,16 +102,28 @@ class BaseSession(Callback):
     def check(
         self, module: L.LightningModule, before: Sequence[Callback], stream: FederatedStream | None
     ) -> FederatedStream:
-        """The stream, whose base session this can train; otherwise a ValueError.
-
-        Args:
-            module: The module to prepare.
-            before: The callbacks that stand before this one.
-            stream: Its Trainer's stream.
-        """
-        checked = _checked(self._network(module, before), stream)
-        refuse_transfer_hook(module, checked, type(self).__name__)
-        return checked
+        """The stream, whose base session this can train; otherwise a ValueError. ``before``: callbacks before this."""
+        network = self._network(module, before)
+        if stream is None or not len(stream.plan.base):
+            raise ValueError(
+                'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
+                f"`datamodule` but got {stream}."
+            )
+        outputs = _classifier(network).out_features
+        if outputs < stream.num_classes:
+            raise ValueError(
+                f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
+                f"{outputs}. Raise the network's `num_classes`."
+            )
+        images = tuple(stream.take(stream.plan.base[:1])[0].shape[1:])
+        takes = tuple(getattr(network, "input_shape", images))
+        if images != takes:
+            raise ValueError(
+                f"Expected images of shape {takes}, as the network takes them, but the stream's are {images}. Set the "
+                "network's `image_size` and `channels`, or the data set's `size`."
+            )
+        refuse_transfer_hook(module, stream, type(self).__name__)
+        return stream
 
     def _network(self, module: L.LightningModule, before: Sequence[Callback]) -> nn.Module:
         early = [type(c).__name__ for c in before if isinstance(c, Replay) and c.base]
@@ -234,29 +246,6 @@ class _Pupil(Classifier):
         optimizer = torch.optim.AdamW(self.parameters(), self.lr, weight_decay=self.weight_decay)
         cosine = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 * (1 + math.cos(math.pi * t / self.steps)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
-
-
-def _checked(network: nn.Module, stream: FederatedStream | None) -> FederatedStream:
-    """The stream; one without a base session, or that the network does not fit, is refused."""
-    if stream is None or not len(stream.plan.base):
-        raise ValueError(
-            'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
-            f"`datamodule` but got {stream}."
-        )
-    outputs = _classifier(network).out_features
-    if outputs < stream.num_classes:
-        raise ValueError(
-            f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
-            f"{outputs}. Raise the network's `num_classes`."
-        )
-    images = tuple(stream.take(stream.plan.base[:1])[0].shape[1:])
-    takes = getattr(network, "input_shape", images)
-    if images != tuple(takes):
-        raise ValueError(
-            f"Expected images of shape {tuple(takes)}, as the network takes them, but the stream's are {images}. Set "
-            "the network's `image_size` and `channels`, or the data set's `size`."
-        )
-    return stream
 
 
 def _classifier(network: nn.Module) -> nn.Linear:

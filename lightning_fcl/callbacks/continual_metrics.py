@@ -11,8 +11,7 @@ import lightning.pytorch as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.callbacks.own_step import StepTester, is_measured_by_step
-from lightning_fcl.callbacks.tester import Counts, Tester, Values, parts_of
+from lightning_fcl.callbacks.tester import Counts, StepTester, Tester, Values, is_measured_by_step, measured_parts
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
@@ -173,34 +172,21 @@ class ContinualMetrics(Callback):
         if self.when != "trained":
             tested = self._aggregated(trainer, pl_module)
         else:
-            tested, self._current = self._together(trainer, self._current), {}
+            tested, self._current = self._gathered(trainer, self._current), {}
             if not adapting:
                 tested = {**tested, "server": self._evaluate(pl_module, "server")}
-        self._own = self._together(trainer, self._own)
-        self._close(trainer, pl_module, tested, federation.server.record if federation is not None else RoundRecord())
-
-    def _together(self, trainer: L.Trainer, mine: Mapping[str, T]) -> dict[str, T]:
-        """What came to all clients, of what came to those that this process looks after."""
-        return together(ranks_of(trainer), mine, need_stream(trainer).plan.clients)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if federation_of(trainer) is None:
-            self.on_round_end(trainer, pl_module)
-
-    def _close(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        tested: dict[str, Counts | Values],
-        happened: RoundRecord,
-    ) -> None:
+        happened = federation.server.record if federation is not None else RoundRecord()
+        timed: dict[str, Any] = {}
+        if happened.simulated_seconds is not None:
+            timed = {"simulated_seconds": happened.simulated_seconds, "late": list(happened.late)}
+            timed["staleness"] = dict(happened.staleness)
         now = time.monotonic()
         self.record["rounds"].append(
             {
                 "round": trainer.current_epoch,
                 "experience": self._experiences(need_stream(trainer).plan, trainer.current_epoch),
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
-                **({"own": self._own} if self.when == "both" else {}),
+                **({"own": self._gathered(trainer, self._own)} if self.when == "both" else {}),
                 "upload_bytes": dict(happened.upload_bytes),
                 "download_bytes": dict(happened.download_bytes),
                 "dropped": dict(happened.dropped),
@@ -209,14 +195,22 @@ class ContinualMetrics(Callback):
                 "diverged": list(happened.diverged),
                 "master": happened.master,
                 **({"claims": dict(happened.claims)} if happened.claims else {}),
-                **_by_the_clock(happened),
+                **timed,
                 **({"limits": dict(happened.limits)} if happened.limits else {}),
                 "seconds": now - self._started,
             }
         )
         self._started, self._own, self._drawn = now, {}, {}
         values = {f"{model}/{name}": v for model, found in tested.items() for name, v in self._whole(found).items()}
-        module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+        pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+
+    def _gathered(self, trainer: L.Trainer, mine: Mapping[str, T]) -> dict[str, T]:
+        """What came to all clients, of what came to those that this process looks after."""
+        return together(ranks_of(trainer), mine, need_stream(trainer).plan.clients)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if federation_of(trainer) is None:
+            self.on_round_end(trainer, pl_module)
 
     def _experiences(self, plan: Plan, round: int) -> dict[str, int]:
         """The experience of each client in a round; of many clients, those of the round before as they are."""
@@ -255,7 +249,7 @@ class ContinualMetrics(Callback):
             own = server if alike else self._personal(trainer, module, client_round, state)
             found[client_round.client] = own
         load_entries(module, received)
-        return {"server": server, **self._together(trainer, found)}
+        return {"server": server, **self._gathered(trainer, found)}
 
     def _personal(
         self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
@@ -270,7 +264,7 @@ class ContinualMetrics(Callback):
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
         if "measures" in self.record:
-            parts = parts_of(self.record["tasks"][model], number)
+            parts = measured_parts(self.record["tasks"][model], number)
             tested = set(range(number) if groups is None else groups)
             return self._measured(test, module, [part for part in parts if tested.issuperset(part)])
         assert isinstance(test, Tester)
@@ -288,7 +282,7 @@ class ContinualMetrics(Callback):
         if (federation := federation_of(trainer)) is not None:
             mine = [client for client in federation.stream.plan.clients if federation.hosts(client)]
             kept = {client: federation.server.store.nbytes(client) for client in mine}
-            self.record["kept_bytes"] = self._together(trainer, kept)
+            self.record["kept_bytes"] = self._gathered(trainer, kept)
         if not self.training:
             return
         stream = need_stream(trainer)
@@ -311,10 +305,3 @@ class ContinualMetrics(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.record = state_dict["record"]
-
-
-def _by_the_clock(happened: RoundRecord) -> dict[str, Any]:
-    if happened.simulated_seconds is None:
-        return {}
-    staleness = dict(happened.staleness)
-    return {"simulated_seconds": happened.simulated_seconds, "late": list(happened.late), "staleness": staleness}

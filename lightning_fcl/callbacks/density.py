@@ -56,46 +56,41 @@ class ActivationDensity(Callback):
         if not self.record or trainer.current_epoch == 0:
             self.record = {"edges": _EDGES.tolist(), "experiences": []}
 
+    @torch.no_grad()
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        plan, round = need_stream(trainer).plan, trainer.current_epoch
+        stream, round = need_stream(trainer), trainer.current_epoch
+        plan = stream.plan
         current, *after = (
             max(numbers[r] for numbers in plan.experiences.values()) for r in range(round, min(round + 2, plan.rounds))
         )
-        if after != [current] and isinstance(pl_module, ReservoirTask):
-            self.record["experiences"].append({"experience": current, **self._densities(trainer, pl_module)})
-
-    def _densities(self, trainer: L.Trainer, module: ReservoirTask) -> dict[str, Any]:
-        stream = need_stream(trainer)
-        test, names = stream.plan.test, stream.group_names
+        if after == [current] or not isinstance(pl_module, ReservoirTask):
+            return
+        test, names = plan.test, stream.group_names
         owned = np.zeros(len(test), dtype=np.int64)
         owners: list[str] = []
         if stream.samples.owner is not None:
             ids, owned = np.unique(stream.samples.owner[test], return_inverse=True)
             owners = [str(owner) for owner in ids]
-        cells = stream.plan.groups[test] * max(1, len(owners)) + owned
-        counts = self._counts(trainer, module, cells, len(names) * max(1, len(owners)))
-        table = counts.reshape(len(names), -1, counts.shape[-1])  # group, owner, bin
+        cells = plan.groups[test] * max(1, len(owners)) + owned
+        precision, bins = trainer.precision_plugin, len(_EDGES) - 1
+        cell = torch.from_numpy(cells).to(pl_module.device)
+        counts = torch.zeros(len(names) * max(1, len(owners)) * bins, dtype=torch.int64, device=pl_module.device)
+        # A data set's own code may draw random numbers, which training must not notice.
+        with isolate_rng(), evaluating(pl_module), precision.forward_context():
+            for start in range(0, len(test), _BATCH):
+                x = transfer_batch(trainer, stream.samples.take(test[start : start + _BATCH], "test"))[0]
+                first = cell[None, start : start + _BATCH, None] * bins
+                for states in pl_module.reservoir.blocks(precision.convert_input(x)):
+                    counts += torch.bincount((first + bin_of(states, bins)).flatten(), minlength=len(counts))
+        table = counts.view(len(names), -1, bins).cpu().numpy()  # group, owner, bin
         of_groups, of_owners = table.sum(axis=1), table.sum(axis=0)
-        return {
+        densities = {
+            "experience": current,
             "all": _density(of_groups.sum(axis=0)),
             "groups": {name: _density(of) for name, of in zip(names, of_groups, strict=True) if of.any()},
             "owners": {name: _density(of) for name, of in zip(owners, of_owners, strict=False)},
         }
-
-    @torch.no_grad()
-    def _counts(self, trainer: L.Trainer, module: ReservoirTask, cells: IntArray, number: int) -> IntArray:
-        stream = need_stream(trainer)
-        precision, bins = trainer.precision_plugin, len(_EDGES) - 1
-        counts = torch.zeros(number * bins, dtype=torch.int64, device=module.device)
-        test, cell = stream.plan.test, torch.from_numpy(cells).to(module.device)
-        # A data set's own code may draw random numbers, which training must not notice.
-        with isolate_rng(), evaluating(module), precision.forward_context():
-            for start in range(0, len(test), _BATCH):
-                x = transfer_batch(trainer, stream.samples.take(test[start : start + _BATCH], "test"))[0]
-                first = cell[None, start : start + _BATCH, None] * bins
-                for states in module.reservoir.blocks(precision.convert_input(x)):
-                    counts += torch.bincount((first + _bin_of(states, bins)).flatten(), minlength=len(counts))
-        return counts.view(number, bins).cpu().numpy()
+        self.record["experiences"].append(densities)
 
     def state_dict(self) -> dict[str, Any]:
         return {"record": self.record}
@@ -109,7 +104,7 @@ def _density(counts: IntArray) -> list[float]:
     return density
 
 
-def _bin_of(states: Tensor, bins: int) -> Tensor:
+def bin_of(states: Tensor, bins: int) -> Tensor:
     """Which of ``bins`` equal parts of [-1, 1] a state lies in, from 0; as in `numpy.histogram`, 1 is in the last."""
     # In double precision no state crosses an edge by rounding.
     return states.double().add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)

@@ -11,7 +11,7 @@ from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.headline import headlines
-from lightning_fcl.evaluation.markdown import markdown_table
+from lightning_fcl.evaluation.table import markdown_table
 from lightning_fcl.running.rows import recipes_folder
 
 

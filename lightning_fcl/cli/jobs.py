@@ -21,10 +21,8 @@ from tqdm import tqdm
 from lightning_fcl import __version__
 from lightning_fcl.door import many_imports
 from lightning_fcl.evaluation.files import occupied, write_whole
-from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.results import is_whole, read_results, start_over
-from lightning_fcl.evaluation.run_folder import write_files
-from lightning_fcl.evaluation.task_by_task import first_tasks
+from lightning_fcl.evaluation.metrics import first_tasks, summarize
+from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, threads_say_one_line
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.run_folder import write_files
+from lightning_fcl.evaluation.results import write_files
 from lightning_fcl.evaluation.table import read_table
 
 

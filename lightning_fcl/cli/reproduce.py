@@ -18,10 +18,8 @@ import yaml
 from lightning_fcl.cli.jobs import Job, begin, finished, run_jobs
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.results import read_results, write_results
-from lightning_fcl.evaluation.run_folder import write_files
-from lightning_fcl.evaluation.table import Table, write_table
-from lightning_fcl.evaluation.task_by_task import with_tasks
+from lightning_fcl.evaluation.results import read_results, write_files, write_results
+from lightning_fcl.evaluation.table import Table, with_tasks, write_table
 from lightning_fcl.running.rows import at_scale, paper_folder, paper_rows, place_of
 
 

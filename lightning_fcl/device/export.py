@@ -49,8 +49,33 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
         require(package, "writes and runs ONNX files", extra="device")
     module = copy.deepcopy(module).cpu().eval()
     example = example.detach().cpu()
+    with quietly(), torch.no_grad():
+        program: Any = torch.onnx.export(
+            _with({Int8Backbone: _OnnxChain, EchoStateNetwork: _OnnxReservoir}, module),
+            (torch.cat([example, example]),),  # a batch of one would be taken for a constant
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+            input_names=["input"],
+            output_names=["output"],
+            verbose=False,
+        )
+    proto = program.model_proto
+    # Stack traces with the names of source files, and shapes that runtimes infer: larger than a small model.
+    for part in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
+        del part.metadata_props[:]
+    del proto.graph.value_info[:]
+
+    def run(file: Path, batch: Tensor) -> Tensor:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        # Without it, x86 processors that lack VNNI cut sums of products of 8 bits at 16 bits.
+        options.add_session_config_entry("session.x64quantprecision", "1")
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        return torch.from_numpy(session.run(None, {"input": batch.numpy()})[0])
+
     batches = [example, torch.cat([example, example[:1]])]
-    return _keep_if_equal(_onnx_bytes(module, example), Path(path), module, batches, _run_onnx, tolerance)
+    return _keep_if_equal(proto.SerializeToString(), Path(path), module, batches, run, tolerance)
 
 
 def export_executorch(
@@ -75,9 +100,27 @@ def export_executorch(
     _check_example(example)
     at_least(1, max_batch=max_batch)
     module = copy.deepcopy(module).cpu().eval()
-    batches = [example.detach().cpu()[torch.arange(size) % len(example)] for size in {1, max_batch}]
-    content = _executorch_bytes(module, example.detach().cpu(), max_batch)
-    return _keep_if_equal(content, Path(path), module, batches, _run_executorch, tolerance)
+    example = example.detach().cpu()
+    with quietly(), torch.no_grad():
+        xnnpack, exir = (
+            require(f"executorch.{package}", "writes ExecuTorch programs", extra="executorch")
+            for package in ("backends.xnnpack.partition.xnnpack_partitioner", "exir")
+        )
+        # Tracing takes a batch of one for a constant.
+        traced = example[torch.arange(min(max_batch, 2)) % len(example)]
+        shapes = ({0: torch.export.Dim("batch", min=1, max=max_batch)},) if max_batch > 1 else None
+        program = torch.export.export(_with({Int8Backbone: _ExecutorchChain}, module), (traced,), dynamic_shapes=shapes)
+        lowered = exir.to_edge_transform_and_lower(program, partitioner=[xnnpack.XnnpackPartitioner()])
+        content: bytes = lowered.to_executorch().buffer
+
+    def run(file: Path, batch: Tensor) -> Tensor:
+        from executorch.runtime import Runtime
+
+        output: Tensor = Runtime.get().load_program(file).load_method("forward").execute([batch])[0]
+        return output
+
+    batches = [example[torch.arange(size) % len(example)] for size in {1, max_batch}]
+    return _keep_if_equal(content, Path(path), module, batches, run, tolerance)
 
 
 class WithoutTrainer(nn.Module):
@@ -127,66 +170,6 @@ def _keep_if_equal(
                 f"{differences}. Nothing was written; raise `tolerance` if they are acceptable."
             )
     return max(differences)
-
-
-def _onnx_bytes(module: nn.Module, example: Tensor) -> bytes:
-    """The ONNX file of a module in evaluation mode."""
-    # A batch of one would be taken for a constant.
-    example = torch.cat([example, example])
-    with quietly(), torch.no_grad():
-        program: Any = torch.onnx.export(
-            _with({Int8Backbone: _OnnxChain, EchoStateNetwork: _OnnxReservoir}, module),
-            (example,),
-            dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
-            input_names=["input"],
-            output_names=["output"],
-            verbose=False,
-        )
-    proto = program.model_proto
-    # Stack traces with the names of source files, and shapes that runtimes infer: larger than a small model.
-    for part in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
-        del part.metadata_props[:]
-    del proto.graph.value_info[:]
-    whole: bytes = proto.SerializeToString()
-    return whole
-
-
-def _run_onnx(path: Path, batch: Tensor) -> Tensor:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    # Without it, x86 processors that lack VNNI cut sums of products of 8 bits at 16 bits.
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {"input": batch.numpy()})[0])
-
-
-def _executorch_bytes(module: nn.Module, example: Tensor, max_batch: int) -> bytes:
-    """The ExecuTorch program of a module in evaluation mode."""
-    with quietly(), torch.no_grad():
-        partitioner = require(
-            "executorch.backends.xnnpack.partition.xnnpack_partitioner",
-            "writes ExecuTorch programs",
-            extra="executorch",
-        )
-        exir = require("executorch.exir", "writes ExecuTorch programs", extra="executorch")
-        # Tracing takes a batch of one for a constant.
-        example = example[torch.arange(min(max_batch, 2)) % len(example)]
-        shapes = ({0: torch.export.Dim("batch", min=1, max=max_batch)},) if max_batch > 1 else None
-        program = torch.export.export(
-            _with({Int8Backbone: _ExecutorchChain}, module), (example,), dynamic_shapes=shapes
-        )
-        lowered = exir.to_edge_transform_and_lower(program, partitioner=[partitioner.XnnpackPartitioner()])
-        content: bytes = lowered.to_executorch().buffer
-    return content
-
-
-def _run_executorch(path: Path, batch: Tensor) -> Tensor:
-    from executorch.runtime import Runtime
-
-    output: Tensor = Runtime.get().load_program(path).load_method("forward").execute([batch])[0]
-    return output
 
 
 def _with(kinds: Mapping[type[nn.Module], Callable[[Any], nn.Module]], module: nn.Module) -> nn.Module:

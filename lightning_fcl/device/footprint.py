@@ -17,24 +17,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.device.trace import Layer, Recorder, flop_counter, only_trained
+from lightning_fcl.device.trace import Layer, LayerRecorder, flop_counter, only_trained
 from lightning_fcl.federation.aggregation import Reduction, Rules, entries, frozen_parameters, reductions_of
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of a module's state, batch normalisation folded.
+    """A tensor of a module's state, batch normalisation folded, and the bytes that a node sends and receives of it.
 
-    Args:
-        name: Its name in the state.
-        layer: The layer that it belongs to; a folded bias belongs to the convolution.
-        numbers: How many parameters it holds; 0 for a counter, or the scales of int8 weights.
-        trained: Whether it is part of M_T.
-        bytes: On the device: M_T as it is (fp32); of M_F a matrix has a byte for each weight and an fp32 scale for each
-            row (output channel), a vector is fp32; what is int8 already is left as it is.
-        upload: Bytes that a node sends of it in a round.
-        download: Bytes that a node receives of it in a round.
+    A folded bias belongs to the convolution. ``numbers`` are parameters: 0 for a counter, or the scales of int8
+    weights. ``bytes`` on the device: M_T as it is (fp32); of M_F a matrix has a byte for each weight and an fp32 scale
+    for each row (output channel), a vector is fp32; what is int8 already is left as it is.
     """
 
     name: str
@@ -50,17 +44,10 @@ class Held:
 class Footprint:
     """What a module holds, computes and sends.
 
-    Args:
-        entries: Its state.
-        layers: Its layers in the order of the forward pass; those that work in place (activations, dropout) left out.
-        frozen_forward: MACs of one sample: forward pass of M_F.
-        trained_forward: Forward pass of M_T.
-        learning: Backward pass of M_T; of a reservoir the statistics, without a forward pass of the readout.
-        statistics: Whether it learns by statistics, not by gradients.
-        folded: How many batch normalisations are folded.
-        unfolded: Its parameters before they are folded.
-        simulated: Bytes that the simulation's nodes send and receive in a round: batch normalisation as it is.
-        uncounted: Layers with weights of which no MACs are known.
+    ``frozen_forward`` and ``trained_forward`` are MACs of one sample's forward pass of M_F and M_T, ``learning`` those
+    of the backward pass of M_T, or of a reservoir's statistics, which take no forward pass of the readout. ``folded``
+    counts batch normalisations, ``unfolded`` parameters before that; ``simulated`` are the bytes that the simulation's
+    nodes send and receive in a round; ``uncounted`` are layers with weights of which no MACs are known.
     """
 
     entries: tuple[Held, ...]
@@ -80,7 +67,6 @@ class Footprint:
         return self.learning + (0 if self.statistics else self.trained_forward)
 
     def numbers(self, trained: bool) -> int:
-        """Parameters of M_T or of M_F."""
         return sum(entry.numbers for entry in self.entries if entry.trained == trained)
 
     def bytes(self, trained: bool) -> int:
@@ -94,30 +80,24 @@ class Footprint:
 
 
 def measure(module: nn.Module, input_shape: Sequence[int], rules: Rules | None = None) -> Footprint:
-    """What a module holds, computes and sends.
+    """What a module holds, computes and sends, from one sample of zeros in evaluation mode; it is left as it was.
 
-    Args:
-        module: Maps a batch of samples to outputs; a reservoir task is taken apart. It is called on one sample of zeros
-            in evaluation mode, and left as it was.
-        input_shape: Shape of a sample, without the batch.
-        rules: Pattern of state entries -> reduction, over the module's own, as `FederatedStrategy` takes them.
-
-    Raises:
-        ValueError: If the module does not take such a sample, or a reduction does not fit.
-
-    Example:
-        >>> footprint = measure(nn.Linear(4, 3), (4,), {"weight": "fixed"})
-        >>> footprint.numbers(trained=True), footprint.learning, footprint.simulated
-        (3, 0, (12, 12))
+    A reservoir task is taken apart. ``rules`` lie over the module's own reductions, as `FederatedStrategy` takes them.
     """
     reductions = reductions_of(module, rules)
-    trained = _trained(module, reductions)
+    if isinstance(module, ReservoirTask):
+        trained = {name for name in reductions if name.startswith("readout.")}
+    else:
+        kept = {name for name, reduction in reductions.items() if reduction.up or reduction.own}
+        # What gathers statistics is learnt too, though no gradient reaches it.
+        trained = {name for name in kept if reductions[name].up and not reductions[name].down}
+        trained |= {name for name, p in module.named_parameters() if p.requires_grad and name in kept}
     parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     sample = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
     try:
         if isinstance(module, ReservoirTask):
             return _reservoir(module, sample, _entries(module, reductions, trained, {}))
-        recorder = Recorder(module)
+        recorder = LayerRecorder(module)
         with only_trained(module, trained):
             backward = recorder.run(sample)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -125,13 +105,6 @@ def measure(module: nn.Module, input_shape: Sequence[int], rules: Rules | None =
             f"Expected a model that takes samples of shape {tuple(input_shape)} but it failed: {error}. Give the shape "
             "of a sample, without the batch (--input)."
         ) from error
-    return _footprint(module, recorder, backward, reductions, trained)
-
-
-def _footprint(
-    module: nn.Module, recorder: Recorder, backward: int, reductions: Mapping[str, Reduction], trained: set[str]
-) -> Footprint:
-    """Put together what was recorded and what the state says."""
     folded = {
         norm: layer
         for norm, layer in recorder.folded.items()
@@ -143,7 +116,14 @@ def _footprint(
         )
     }
     held, plain = _entries(module, reductions, trained, folded), _entries(module, reductions, trained, {})
-    layers = [_with_weights(layer, held) for layer in recorder.layers if layer.name not in folded]
+    layers = []
+    for layer in recorder.layers:
+        if layer.name not in folded:
+            own = [entry for entry in held if entry.layer == layer.name]
+            # A frozen layer behind a trained one hands gradients on in fp32.
+            weights = sum(4 * entry.numbers if layer.learns else entry.bytes for entry in own)
+            learnt = weights if any(entry.trained for entry in own) else 0
+            layers.append(replace(layer, weights=weights, trained=learnt))
     # What elementwise layers hold is the buffer of the layer before, which they work on in place.
     layers = [layer for layer in layers if layer.weights or layer.name not in recorder.in_place]
     return Footprint(
@@ -158,15 +138,6 @@ def _footprint(
         simulated=(sum(entry.upload for entry in plain), sum(entry.download for entry in plain)),
         uncounted=tuple(layer.name for layer in layers if layer.name in recorder.uncounted),
     )
-
-
-def _trained(module: nn.Module, reductions: Mapping[str, Reduction]) -> set[str]:
-    if isinstance(module, ReservoirTask):
-        return {name for name in reductions if name.startswith("readout.")}
-    kept = {name for name, reduction in reductions.items() if reduction.up or reduction.own}
-    # What gathers statistics is learnt too, though no gradient reaches it.
-    gathered = {name for name in kept if reductions[name].up and not reductions[name].down}
-    return gathered | {name for name, p in module.named_parameters() if p.requires_grad and name in kept}
 
 
 def _entries(
@@ -193,13 +164,6 @@ def _entries(
         up, down = reduction.up * travels, reduction.down * travels
         result.append(Held(name, layer, 0 if aside else value.numel(), learnt, size, up, down))
     return tuple(result)
-
-
-def _with_weights(layer: Layer, held: Sequence[Held]) -> Layer:
-    own = [entry for entry in held if entry.layer == layer.name]
-    # A frozen layer behind a trained one hands gradients on in fp32.
-    weights = sum(4 * entry.numbers if layer.learns else entry.bytes for entry in own)
-    return replace(layer, weights=weights, trained=weights if any(entry.trained for entry in own) else 0)
 
 
 def _reservoir(task: ReservoirTask, sample: Tensor, held: tuple[Held, ...]) -> Footprint:

@@ -21,7 +21,6 @@ class Device:
     construction, any other model's is an estimate.
 
     Args:
-        name: Its name.
         power_mw: Power while it learns, in mW.
         samples: Samples of the local epoch that was measured.
         latency_ms: Time of that epoch, in ms.
@@ -29,15 +28,6 @@ class Device:
         fp32_macs: MACs of one of its samples in fp32: forward and backward pass of the trained part.
         int8_per_fp32: int8 MACs that take the time of one fp32 MAC.
         memory: Sizes of the memories in bytes: ``tcdm``, ``ram``, ``flash``, or some of these.
-        description: What it is, in a line.
-        source: Where the numbers come from.
-        frequency_mhz: Clock; only shown.
-        voltage_mv: Supply; only shown.
-
-    Example:
-        >>> device = Device("toy", 10, 28, 100, int8_macs=4000, fp32_macs=1000, int8_per_fp32=4, memory={"ram": 1024})
-        >>> round(device.seconds(28 * 4000, 28 * 1000), 6), round(device.fp32_rate)
-        (0.1, 560000)
     """
 
     name: str
@@ -82,20 +72,8 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
-    """A shared medium over which one node sends at a time, and one transfer that was measured on it.
-
-    Args:
-        name: Its name.
-        bytes: Size of the transfer.
-        seconds: Its time.
-        description: What it is, in a line.
-        source: Where the numbers come from.
-
-    Example:
-        >>> Link("toy", bytes=1000, seconds=0.5).time(4000)
-        2.0
-    """
+class Medium:
+    """A shared medium over which one node sends at a time, and one transfer of some bytes that was measured on it."""
 
     name: str
     bytes: int
@@ -111,33 +89,17 @@ class Link:
         return self.seconds * size / self.bytes
 
 
-Profile = TypeVar("Profile", Device, Link)
+Profile = TypeVar("Profile", Device, Medium)
 
 
 def read_device(name: str | Path) -> Device:
-    """A device of profiles.yaml, or of a YAML file of your own with the same keys.
-
-    Raises:
-        ValueError: If the device is not known, or an entry is missing, unknown or not above 0.
-
-    Example:
-        >>> round(read_device("gap9-lpm").power_mw * 0.1784, 1)  # mJ
-        4.3
-    """
+    """A device of profiles.yaml, or of a YAML file of your own with the same keys."""
     return _read(Device, str(name), "devices", "profile")
 
 
-def read_link(name: str | Path) -> Link:
-    """A link of profiles.yaml, or of a YAML file of your own with the same keys.
-
-    Raises:
-        ValueError: As `read_device` does.
-
-    Example:
-        >>> read_link("uwb-loco").time(24040)
-        1.7
-    """
-    return _read(Link, str(name), "links", "link")
+def read_link(name: str | Path) -> Medium:
+    """A link of profiles.yaml, or of a YAML file of your own with the same keys."""
+    return _read(Medium, str(name), "links", "link")
 
 
 def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:

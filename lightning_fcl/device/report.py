@@ -16,10 +16,12 @@ from typing import Any
 from torch import nn
 
 from lightning_fcl.device.footprint import Footprint, measure
-from lightning_fcl.device.profiles import Device, Link, read_device, read_link
+from lightning_fcl.device.profiles import Device, Medium, read_device, read_link
 from lightning_fcl.device.trace import Layer
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import at_least, require
+from lightning_fcl.evaluation.table import markdown_table
 from lightning_fcl.federation.aggregation import Rules
+from lightning_fcl.federation.speeds import Speeds
 
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
 SAMPLES = 28
@@ -72,25 +74,16 @@ def device_report(
     device, medium = read_device(profile), read_link(link)
     footprint = measure(module, input_shape, reductions)
     memory = _memory(footprint)
+    trained, frozen = footprint.numbers(True), footprint.numbers(False)
+    mixed = {"trained": footprint.bytes(True), "frozen": footprint.bytes(False)}
+    need = {"tcdm": memory["tcdm"]["bytes"], "ram": memory["ram"], "flash": memory["flash"]}
+    if "tcdm" not in device.memory:  # one memory for all: the layer at hand is worked on in RAM
+        need["ram"] += need["tcdm"]
     return {
         "input": list(input_shape),
         "samples": samples,
         "nodes": nodes,
         "local_epochs": local_epochs,
-        **_held(footprint),
-        "memory": memory,
-        **_costs(footprint, device, medium, samples, nodes, local_epochs),
-        "fits": _fits(memory, device.memory),
-        "uncounted": list(footprint.uncounted),
-        "device": asdict(device) | {"int8_macs_per_s": device.int8_rate, "fp32_macs_per_s": device.fp32_rate},
-        "link": asdict(medium),
-    }
-
-
-def _held(footprint: Footprint) -> dict[str, Any]:
-    trained, frozen = footprint.numbers(True), footprint.numbers(False)
-    mixed = {"trained": footprint.bytes(True), "frozen": footprint.bytes(False)}
-    return {
         "parameters": {
             "all": trained + frozen,
             "trained": trained,
@@ -105,7 +98,61 @@ def _held(footprint: Footprint) -> dict[str, Any]:
             "learning": footprint.learning,
             "learns_by": "statistics" if footprint.statistics else "gradients",
         },
+        "memory": memory,
+        **_costs(footprint, device, medium, samples, nodes, local_epochs),
+        "fits": {
+            name: {"need": need[name], "have": size, "fits": need[name] <= size} for name, size in device.memory.items()
+        },
+        "uncounted": list(footprint.uncounted),
+        "device": asdict(device) | {"int8_macs_per_s": device.int8_rate, "fp32_macs_per_s": device.fp32_rate},
+        "link": asdict(medium),
     }
+
+
+def device_speeds(
+    module: nn.Module,
+    input_shape: Sequence[int],
+    *,
+    reductions: Rules | None = None,
+    profile: str | Path = "gap9-lpm",
+    link: str | Path = "uwb-loco",
+    latency: float = 0.0,
+    spread: float = 0.0,
+    variation: float = 0.0,
+) -> Speeds:
+    """The speeds of clients that are all such devices, each with a link of its own: an estimate, as `device_report` is.
+
+    Module, shape, reductions, profile and link are as there; latency (s), spread and variation as `Speeds` takes them.
+
+    Raises:
+        ValueError: If an argument is out of range, or the module does not take such samples.
+
+    Example:
+        >>> from lightning_fcl.models import DSICNet
+        >>> speeds = device_speeds(DSICNet(num_classes=10), (1, 64, 48), reductions={"backbone.*": "fixed"})
+        >>> round(28 * speeds.typical.seconds_per_sample, 4)  # an epoch that was measured
+        0.1784
+        >>> round(speeds.typical.upload_bandwidth)  # bytes per second
+        14141
+    """
+    report = device_report(module, input_shape, reductions=reductions, profile=profile, link=link)
+    medium = read_link(link)
+    bandwidth = medium.bytes / medium.seconds
+    return Speeds(report["time"]["sample_s"], bandwidth, bandwidth, latency, spread, variation)
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """A report, with the ``recipes`` that it is of, in Markdown tables that a terminal shows well, too."""
+    jinja2 = require("jinja2", "writes device reports")
+    template = jinja2.Template(Path(__file__).with_name("report.md").read_text(encoding="utf-8"))
+    text: str = template.render(report, table=markdown_table, seconds=_seconds)
+    return text.rstrip("\n") + "\n"
+
+
+def _seconds(value: float) -> str:
+    if value < 1e-3:
+        return f"{1e6 * value:.0f} µs"
+    return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
 def _memory(footprint: Footprint) -> dict[str, Any]:
@@ -133,7 +180,7 @@ def _largest(layers: Sequence[Layer], what: str) -> dict[str, Any]:
 
 
 def _costs(
-    footprint: Footprint, device: Device, link: Link, samples: int, nodes: int, local_epochs: int
+    footprint: Footprint, device: Device, link: Medium, samples: int, nodes: int, local_epochs: int
 ) -> dict[str, Any]:
     up, down = (sum(getattr(entry, name) for entry in footprint.entries) for name in ("upload", "download"))
     epoch = device.seconds(samples * footprint.frozen_forward, samples * footprint.fp32_macs)
@@ -159,10 +206,3 @@ def _costs(
         },
         "energy_mj": device.millijoules(epoch),
     }
-
-
-def _fits(memory: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    need = {"tcdm": memory["tcdm"]["bytes"], "ram": memory["ram"], "flash": memory["flash"]}
-    if "tcdm" not in sizes:  # one memory for all: the layer at hand is worked on in RAM
-        need["ram"] += need["tcdm"]
-    return {name: {"need": need[name], "have": size, "fits": need[name] <= size} for name, size in sizes.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -56,7 +56,7 @@ class Layer:
         return self.working + self.trained + gradients
 
 
-class Recorder:
+class LayerRecorder:
     """Calls a module on a sample and writes down its layers: the modules that hold no others.
 
     After `run`, ``layers`` has them in the order of the forward pass; ``folded`` the convolution or linear layer before
@@ -110,7 +110,11 @@ class Recorder:
                 self.learnt += macs
             else:
                 self.frozen += macs
-            self._fold(name, part, inputs)
+            if isinstance(part, _BatchNorm) and part.running_mean is not None:
+                # The last to hand the tensor out: an activation that works in place hands out its input.
+                made = next(((maker, layer) for value, maker, layer in self._makers[::-1] if value is inputs[0]), None)
+                if made is not None and isinstance(made[1], _ConvNd | nn.Linear):
+                    self.folded[name] = made[0]
             if arriving == leaving and not hasattr(part, "kernel_size"):
                 self.in_place.add(name)
             if not macs and any(p.dim() > 1 for p in part.parameters()):
@@ -120,13 +124,6 @@ class Recorder:
             self._makers += [(value, name, part) for value in outputs]
 
         return after
-
-    def _fold(self, name: str, part: nn.Module, inputs: Sequence[Tensor]) -> None:
-        if isinstance(part, _BatchNorm) and part.running_mean is not None:
-            # The last to hand the tensor out: an activation that works in place hands out its input.
-            made = next(((maker, layer) for value, maker, layer in self._makers[::-1] if value is inputs[0]), None)
-            if made is not None and isinstance(made[1], _ConvNd | nn.Linear):
-                self.folded[name] = made[0]
 
 
 @contextmanager

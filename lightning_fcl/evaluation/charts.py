@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike
 
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.headline import model_name
 from lightning_fcl.evaluation.metrics import Curve
-from lightning_fcl.evaluation.names import model_name
 
 Points: TypeAlias = list[dict[str, Any]]
 Spec: TypeAlias = dict[str, Any]

@@ -1,23 +1,30 @@
-"""The page of several runs: side by side, over their seeds, and against the paper."""
+"""The page of several runs: side by side, over their seeds, and against the paper, with its charts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import altair as alt
 import numpy as np
 
-from lightning_fcl.evaluation import comparison_charts
-from lightning_fcl.evaluation.comparison_charts import RunsByName
-from lightning_fcl.evaluation.headline import Headline, headlines, number_text
-from lightning_fcl.evaluation.metrics import quantity
-from lightning_fcl.evaluation.names import extent_of
+from lightning_fcl.evaluation import charts
+from lightning_fcl.evaluation.charts import COLOURS, Drawn, Points, Spec, on_page
+from lightning_fcl.evaluation.continual import FloatArray
+from lightning_fcl.evaluation.headline import Headline, ends_of_clients, extent_of, headlines, number_text
+from lightning_fcl.evaluation.metrics import curves, quantity
 from lightning_fcl.evaluation.pages import fill_template
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import Table, metric_title
+from lightning_fcl.evaluation.table import NEAR, Table, metric_title
 
 __all__ = ["compare_page", "runs_below", "runs_by_name"]
+
+_VIEWS = ("server, whole test set", "clients, on what each has learnt")
+_KINDS = {"near": "within .05", "spread": "inside the spread", "outside": "outside"}
+
+RunsByName: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Contents of ``results.json`` of the seeds of each row, by the name to show."""
 
 
 def compare_page(groups: RunsByName, table: Table | None = None) -> str:
@@ -43,6 +50,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         [label, *([extents[label]] if extents else []), *(_mean([run[n] for run in of if n in run]) for n in names)]
         for label, of in found.items()
     ]
+    compared_metrics = list(dict.fromkeys(name for _, name, _ in table.paper_cells)) if table else []
     return fill_template(
         "comparison.html",
         groups=groups,
@@ -54,13 +62,16 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
             label for label, of in groups.items() if any(run.get("measured_on") == "validation" for run in of)
         ],
         glance=[head, *lines],
-        told=list(dict.fromkeys(metric_title(name) for _, name, _ in table.told)) if table else [],
-        against_paper=_against(table) if table else [],
+        compared=[metric_title(name) for name in compared_metrics],
+        against_paper=[
+            [row, *((of[name].text(name), of[name].stands) if name in of else "-" for name in compared_metrics)]
+            for row, of in (table.rows.items() if table and compared_metrics else ())
+        ],
         charts={
-            "against": comparison_charts.against(table) if table else None,
-            "rounds": comparison_charts.rounds(groups, what),
-            "clients": comparison_charts.clients(groups, what),
-            "kept": comparison_charts.kept(found, what),
+            "against": against_chart(table) if table else None,
+            "rounds": rounds_chart(groups, what),
+            "clients": clients_chart(groups, what),
+            "kept": kept_chart(found, what),
         },
     )
 
@@ -73,12 +84,12 @@ def runs_below(folders: Sequence[Path]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for folder in folders:
-        there = sorted(path.parent for path in folder.rglob("results.json"))
-        if not there:
+        runs = sorted(path.parent for path in folder.rglob("results.json"))
+        if not runs:
             raise FileNotFoundError(
                 f"Expected {folder} to be the folder of a run, or of several, but found no results.json in it."
             )
-        found |= dict.fromkeys(there)
+        found |= dict.fromkeys(runs)
     return list(found)
 
 
@@ -108,11 +119,120 @@ def _mean(found: Sequence[Headline]) -> str:
     return number_text(float(np.mean(values)), unit) + spread
 
 
-def _against(table: Table) -> list[list[str | tuple[str, str]]]:
-    """A line for each row: the numbers of which the paper tells some, and how they stand to them."""
-    names = list(dict.fromkeys(name for _, name, _ in table.told))
-    return [
-        [row, *((of[name].text(name), of[name].stands) if name in of else "-" for name in names)]
-        for row, of in table.rows.items()
-        if names
+def rounds_chart(groups: RunsByName, what: str) -> Spec | None:
+    """The server or the clients' mean, round by round: a line per row, the one that is chosen in front."""
+    rows = [
+        {"line": label, "view": view, **point}
+        for label, runs in groups.items()
+        for view, seeds in zip(_VIEWS, zip(*(_views(run["record"]) for run in runs), strict=True), strict=True)
+        for point in charts.over_seeds(seeds)
     ]
+    longest = max(len(run["record"]["rounds"]) for runs in groups.values() for run in runs)
+    if not rows or longest < 2:
+        return None
+    views = [view for view in _VIEWS if any(row["view"] == view for row in rows)]
+    choice = alt.param(name="view", value=views[0], bind=alt.binding_select(options=views, name=f"{what} of the "))
+    base = charts.chart_of("rows").transform_filter("datum.view == view").encode(x=charts.round_axis(longest))
+    base = base.encode(tooltip=charts.tips(line="row", round="", value="mean", std="", seeds=""))
+    if len(groups) <= len(COLOURS):
+        layers = charts.bands(base, [*groups], what, charts.quantity_scale(what))
+        return on_page(alt.layer(*layers).add_params(choice), 320, rows=rows)
+    # More lines than colours: all are pale but one.
+    row = alt.param(name="row", value=next(iter(groups)), bind=alt.binding_select(options=[*groups], name="in front "))
+    lines = base.mark_line(point=True).encode(y=charts.value_axis(what))
+    pale = lines.encode(detail="line:N", color=alt.value("#b8bfc8"))
+    front = lines.transform_filter("datum.line == row").encode(color=alt.value(COLOURS[5]))
+    return on_page(alt.layer(pale, front).add_params(choice, row), 320, rows=rows)
+
+
+def clients_chart(groups: RunsByName, what: str) -> Spec | None:
+    """How each client ended: a tick for every client and seed, and the mean of each row."""
+    rows = [
+        {"row": label, "client": client, "seed": run["seed"], "value": value}
+        for label, runs in groups.items()
+        for run in runs
+        for client, value in ends_of_clients(run["record"])
+    ]
+    if not rows:
+        return None
+    base = charts.chart_of("rows").encode(y=alt.Y("row:N", sort=[*groups], title=None))
+    ticks = base.mark_tick(thickness=2, size=16, opacity=0.55, color=COLOURS[1])
+    ticks = ticks.encode(x=alt.X("value:Q", title=what, scale=charts.quantity_scale(what)))
+    ticks = ticks.encode(tooltip=charts.tips(row="", client="", seed="", value=what))
+    means = base.mark_point(shape="diamond", filled=True, size=70, color=COLOURS[0], opacity=1)
+    means = means.encode(x="mean(value):Q", tooltip=["row:N", alt.Tooltip("mean(value):Q", title="mean", format=".3f")])
+    return on_page(alt.layer(ticks, means), 24 * len({row["row"] for row in rows}) + 10, rows=rows)
+
+
+def kept_chart(found: Mapping[str, Sequence[Mapping[str, Headline]]], what: str) -> Spec | None:
+    """Average accuracy, or another quantity, against forgetting, a point for each row: its mean over the seeds."""
+    rows: Points = []
+    wanted = (f"average {what}", "forgetting")
+    for label, runs in found.items():
+        if both := [[one[name].value for name in wanted] for one in runs if {*wanted} <= {*one}]:
+            value, lost = np.mean(both, axis=0).tolist()
+            rows.append({"row": label, "value": value, "forgetting": lost, "seeds": len(both)})
+    if len(rows) < 2:
+        return None
+    middle = (min(row["value"] for row in rows) + max(row["value"] for row in rows)) / 2
+    base = charts.chart_of("rows").encode(
+        x=alt.X("value:Q", title=wanted[0], scale=alt.Scale(zero=False, padding=20)),
+        y=alt.Y("forgetting:Q", scale=alt.Scale(zero=False, padding=20)),
+        tooltip=charts.tips(row="", value=what, forgetting="", seeds=""),
+    )
+    points, names = base.mark_point(filled=True, size=80, color=COLOURS[0], opacity=1), base.encode(text="row:N")
+    left = names.transform_filter(f"datum.value <= {middle}").mark_text(align="left", dx=8, color="#888888")
+    right = names.transform_filter(f"datum.value > {middle}").mark_text(align="right", dx=-8, color="#888888")
+    return on_page(alt.layer(points, left, right), 320, rows=rows)
+
+
+def against_chart(table: Table) -> Spec | None:
+    """Each mean against the paper's number, with two standard deviations over the seeds."""
+    if not (rows := compared(table)):
+        return None
+    kinds = [*_KINDS.values()]
+    look = charts.colour("stands", kinds, (COLOURS[0], COLOURS[6], COLOURS[5])), charts.shape("stands", kinds)
+    return on_page(scatter(rows, "", *look), 420, rows=rows)
+
+
+def compared(table: Table) -> Points:
+    """Every number that the paper tells and ours were measured of."""
+    points: Points = []
+    for row, name, cell in table.paper_cells:
+        if cell.mean is not None and cell.paper is not None:
+            two, kind = 2 * (cell.std or 0.0), _KINDS[cell.stands]
+            point = {"row": row, "metric": metric_title(name), "stands": kind, "off": cell.off}
+            points.append(
+                point | {"paper": cell.paper, "ours": cell.mean, "low": cell.mean - two, "high": cell.mean + two}
+            )
+    return points
+
+
+def scatter(rows: Points, scale: str, look: alt.Color, shape: alt.Shape) -> Drawn:
+    """The points, the line on which ours is the paper's, and the band of what is near."""
+    every = [row[name] for row in rows for name in ("paper", "ours")]
+    low, high = min(every) - NEAR, max(every) + NEAR
+    axis = alt.Scale(domain=[low, high], nice=False)
+    x = alt.X("paper:Q", scale=axis, title=f"the paper's number{scale}")
+    ours = "ours: mean, and two standard deviations over the seeds"
+    y, lowest = alt.Y("ours:Q", scale=axis, title=ours), alt.Y("low:Q", scale=axis, title=ours)
+    ends = [{"paper": end, "ours": end, "low": end - NEAR, "high": end + NEAR} for end in (low, high)]
+    line = alt.Chart(alt.InlineData(ends)).encode(x=x)
+    points = charts.chart_of("rows").encode(x=x, color=look, tooltip=charts.tips(row="", metric="", ours="", paper=""))
+    return alt.layer(
+        line.mark_area(color="#999999", opacity=0.25, clip=True).encode(y=lowest, y2="high:Q"),
+        line.mark_line(color="#777777").encode(y=y),
+        points.mark_rule(opacity=0.5, clip=True).encode(y=lowest, y2="high:Q"),
+        points.mark_point(filled=True, size=60, opacity=0.9).encode(y=y, shape=shape),
+    )
+
+
+def _views(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
+    """The server in each round, and the mean of the clients that were tested in it; NaN in others."""
+    whole, of_clients = np.full((2, 1 + max((entry["round"] for entry in record["rounds"]), default=-1)), np.nan)
+    every = curves(record)
+    if (server := every.get("server")) is not None:
+        whole[server.rounds] = server.overall
+    for number, of in charts.by_round(every).items():
+        of_clients[number] = np.mean([*of.values()])
+    return whole, of_clients

@@ -13,11 +13,11 @@ import altair as alt
 import numpy as np
 
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.charts import Drawn, Points, Spec, over_seeds, spec
+from lightning_fcl.evaluation.charts import Points, Spec, over_seeds, spec
 from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
+from lightning_fcl.evaluation.headline import experience_labels, experience_names
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
-from lightning_fcl.evaluation.names import experience_labels, experience_names
 
 Runs: TypeAlias = Sequence[Mapping[str, Any]]
 """Contents of ``results.json`` of the seeds of a row."""
@@ -119,7 +119,14 @@ def draw_accuracy(panels: Panels, title: str) -> Spec:
 
 
 def draw_tasks(panels: Panels, title: str) -> Spec:
-    accuracy, lost = (_points(panels, partial(_after_tasks, which)) for which in range(2))
+    for row, runs in (line for of in panels.values() for line in of.values()):
+        if not any(len(task_curves(run["record"])[0]) for run in runs):
+            raise ValueError(
+                f"Expected clients with several tasks in the results of row {row} but none was tested. Let "
+                "`ContinualMetrics` test the clients."
+            )
+    accuracy = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[0] for run in runs))
+    lost = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
     x, names = charts.round_axis(max(point["round"] for point in accuracy), "after task"), _names(accuracy)
     parts = []
     for data, of in (("accuracy", "average accuracy"), ("lost", "forgetting")):
@@ -131,63 +138,40 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
     return spec(beside.properties(title=title), accuracy=accuracy, lost=lost)
 
 
-def _after_tasks(which: int, row: str, runs: Runs) -> Points:
-    curves = [task_curves(run["record"])[which] for run in runs]
-    if not max(map(len, curves)):
-        raise ValueError(
-            f"Expected clients with several tasks in the results of row {row} but none was tested. Let "
-            "`ContinualMetrics` test the clients."
-        )
-    return over_seeds(curves)
-
-
 def draw_communication(panels: Panels, title: str) -> Spec:
-    parts, data = [], {}
+    def volume(row: str, runs: Runs) -> Points:
+        """Megabytes of all clients up, and from there those down, mean over the seeds."""
+        up, down = np.mean([volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
+        return [{"way": "up", "begin": 0.0, "end": up}, {"way": "down", "begin": up, "end": up + down}]
+
+    def times(row: str, runs: Runs) -> Points:
+        seconds = [[communication_time(run["record"], bandwidth) for bandwidth in BANDWIDTHS] for run in runs]
+        means = zip(BANDWIDTHS, np.mean(seconds, axis=0), strict=True)
+        return [{"bandwidth": bandwidth, "value": value or np.nan} for bandwidth, value in means]
+
+    shade = alt.Opacity("way:N", scale=alt.Scale(domain=["up", "down"], range=[1, 0.45]), legend=None)
+    begin = alt.X("begin:Q", title="volume of all clients (MB of a million bytes): dark up, light down")
+    label = "datum.value >= 1e6 ? datum.value / 1e6 + ' MB/s' : datum.value / 1e3 + ' KB/s'"
+    axis = alt.Axis(values=[*BANDWIDTHS], labelAngle=-30, labelExpr=label)
+    bandwidth = alt.X("bandwidth:Q", title="bandwidth of a client", scale=alt.Scale(type="log"), axis=axis)
+    parts: list[alt.HConcatChart] = []
+    data: dict[str, Points] = {}
     for panel, lines in panels.items():
-        bars = _points({panel: lines}, lambda _, runs: _volume(runs))
-        times = _points({panel: lines}, lambda _, runs: _times(runs))
-        names = _alike([*bars, *times])
-        data[f"volumes {panel}"] = [
-            {**bar, "row": _wrapped(bar["line"], 28), "line": names[bar["line"]]} for bar in bars
-        ]
-        data[f"times {panel}"] = _merged(times, names)
-        together = _names(data[f"volumes {panel}"])
-        both = _volumes_chart(f"volumes {panel}", together), _times_chart(f"times {panel}", together)
+        bars, points = _points({panel: lines}, volume), _points({panel: lines}, times)
+        names = _alike([*bars, *points])
+        bars = [{**bar, "row": _wrapped(bar["line"], 28), "line": names[bar["line"]]} for bar in bars]
+        data |= {f"volumes {panel}": bars, f"times {panel}": _merged(points, names)}
+        base = charts.chart_of(f"volumes {panel}").encode(y=alt.Y("row:N", title=None, sort=None))
+        drawn = base.mark_bar().encode(x=begin, x2="end:Q", color=charts.colour("line", _names(bars)), opacity=shade)
+        total = base.transform_filter("datum.way == 'down'").mark_text(align="left", dx=4)
+        total = total.encode(x="end:Q", text=alt.Text("end:Q", format=",.4~r"))
+        base = charts.chart_of(f"times {panel}").encode(x=bandwidth)
+        _, *layers = charts.bands(base, _names(bars), "communication time (s)", alt.Scale(type="log"))
+        both = alt.layer(drawn, total), alt.layer(*layers)
         sized = [chart.properties(width=400, height=max(200, 22 * len(lines))) for chart in both]
         parts.append(alt.hconcat(*sized).properties(title=alt.Title(panel, anchor="start", fontWeight="bold")))
     beside = alt.vconcat(*parts).resolve_scale(color="independent", shape="independent", strokeDash="independent")
     return spec(beside.properties(title=title), **data)
-
-
-def _volumes_chart(data: str, names: Sequence[str]) -> Drawn:
-    shade = alt.Opacity("way:N", scale=alt.Scale(domain=["up", "down"], range=[1, 0.45]), legend=None)
-    begin = alt.X("begin:Q", title="volume of all clients (MB of a million bytes): dark up, light down")
-    base = charts.chart_of(data).encode(y=alt.Y("row:N", title=None, sort=None))
-    bars = base.mark_bar().encode(x=begin, x2="end:Q", color=charts.colour("line", names), opacity=shade)
-    total = base.transform_filter("datum.way == 'down'").mark_text(align="left", dx=4)
-    return alt.layer(bars, total.encode(x="end:Q", text=alt.Text("end:Q", format=",.4~r")))
-
-
-def _times_chart(data: str, names: Sequence[str]) -> Drawn:
-    label = "datum.value >= 1e6 ? datum.value / 1e6 + ' MB/s' : datum.value / 1e3 + ' KB/s'"
-    axis = alt.Axis(values=[*BANDWIDTHS], labelAngle=-30, labelExpr=label)
-    x = alt.X("bandwidth:Q", title="bandwidth of a client", scale=alt.Scale(type="log"), axis=axis)
-    _, *layers = charts.bands(charts.chart_of(data).encode(x=x), names, "communication time (s)", alt.Scale(type="log"))
-    return alt.layer(*layers)
-
-
-def _volume(runs: Runs) -> Points:
-    """Megabytes of all clients up, and from there those down, mean over the seeds."""
-    up, down = np.mean([volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
-    return [{"way": "up", "begin": 0.0, "end": up}, {"way": "down", "begin": up, "end": up + down}]
-
-
-def _times(runs: Runs) -> Points:
-    times = [[communication_time(run["record"], bandwidth) for bandwidth in BANDWIDTHS] for run in runs]
-    return [
-        {"bandwidth": one, "value": time or np.nan}
-        for one, time in zip(BANDWIDTHS, np.mean(times, axis=0), strict=True)
-    ]
 
 
 def draw_volumes(panels: Panels, title: str) -> Spec:
@@ -199,45 +183,30 @@ def draw_volumes(panels: Panels, title: str) -> Spec:
     return spec(_faceted(layers, panels, 230).properties(title=title), rows=rows)
 
 
-def draw_densities(panels: Panels, title: str) -> Spec:
-    rows = _points(panels, lambda row, runs: charts.density_points(*_densities(row, runs)[-1]))
-    return spec(
-        _faceted([charts.density_lines(_names(rows), ordered=False)], panels, 200).properties(title=title), rows=rows
-    )
-
-
-def draw_experiences(panels: Panels, title: str) -> Spec:
-    """Each panel's one row, a line for each experience."""
-    rows = [
-        {"panel": panel, "line": name, **point}
-        for panel, lines in panels.items()
-        for row, runs in lines.values()
-        for name, density in zip(
-            experience_labels([run["record"] for run in runs]), _densities(row, runs), strict=False
-        )
-        for point in charts.density_points(*density)
-    ]
-    return spec(
-        _faceted([charts.density_lines(_names(rows), ordered=True)], panels, 200).properties(title=title), rows=rows
-    )
-
-
-def _densities(row: str, runs: Runs) -> list[tuple[Any, Any]]:
-    """The edges of the bins and the density of a row after each experience, mean over its seeds."""
-    every = [run.get("densities", {}).get("experiences", []) for run in runs]
-    if not all(every):
-        raise ValueError(
-            f"Expected `densities` in the results of row {row} but got none. Add `ActivationDensity` to its callbacks "
-            "and train to the end of an experience."
-        )
-    edges = runs[0]["densities"]["edges"]
-    return [(edges, np.mean([one["all"] for one in entries], axis=0)) for entries in zip(*every, strict=False)]
+def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spec:
+    """A line for each row after its last experience, or for each experience of a panel's one row; mean over seeds."""
+    rows: Points = []
+    for panel, lines in panels.items():
+        for label, (row, runs) in lines.items():
+            every = [run.get("densities", {}).get("experiences", []) for run in runs]
+            if not all(every):
+                raise ValueError(
+                    f"Expected `densities` in the results of row {row} but got none. Add `ActivationDensity` to its "
+                    "callbacks and train to the end of an experience."
+                )
+            means = [np.mean([one["all"] for one in entries], axis=0) for entries in zip(*every, strict=False)]
+            names = experience_labels([run["record"] for run in runs]) if experiences else [label]
+            for name, density in zip(names, means if experiences else means[-1:], strict=False):
+                points = charts.density_points(runs[0]["densities"]["edges"], density)
+                rows += [{"panel": panel, "line": name, **point} for point in points]
+    lines_chart = _faceted([charts.density_lines(_names(rows), ordered=experiences)], panels, 200)
+    return spec(lines_chart.properties(title=title), rows=rows)
 
 
 KINDS_OF_FIGURES: Mapping[str, Callable[[Panels, str], Spec]] = {
     "stream_accuracy": draw_accuracy,
     "activation_density": draw_densities,
-    "activation_density of experiences": draw_experiences,
+    "activation_density of experiences": partial(draw_densities, experiences=True),
     "average_accuracy": draw_tasks,
     "communication": draw_communication,
     "volume_by_round": draw_volumes,

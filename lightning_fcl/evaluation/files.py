@@ -9,12 +9,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import socket
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,9 +26,9 @@ if sys.platform != "win32":
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG)
-_GO_ON = "go on from the newest checkpoint"
 _LOCK = ".lock"
 _PREFIX = "lightning-fcl-"
+_SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
 _temporary: set[Path] = set()  # what a sudden end must not leave behind
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_temporary.clear)  # it is the parent's
@@ -55,13 +56,18 @@ def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(path: Path, size: int | None = None, then: str = _GO_ON) -> Iterator[None]:
+def writing(path: Path, size: int | None = None, then: str = "go on from the newest checkpoint") -> Iterator[None]:
     """Say in one message where a disk does not let something be written, and what to do."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise _no_room(path, size, then) from error
+            needed = "more room" if size is None else f"{size:,} bytes"
+            free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+            raise NoRoomError(
+                f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. "
+                f"Nothing that was there is lost. Make room, then {then}."
+            ) from error
         if error.errno in _CLOSED:
             how = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
             raise OSError(
@@ -129,6 +135,30 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_sums(path: Path) -> dict[str, str]:
+    """The SHA-256 of each file that a list names; the list needs none of its own: damage makes it another's."""
+    lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    for line in lines:
+        if not _SUM.fullmatch(line):
+            raise ValueError(
+                f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}. Get it again."
+            )
+    return dict(line.split(" ") for line in lines)
+
+
+def write_sums(path: Path, digests: Mapping[str, str]) -> Path:
+    return write_whole(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
+
+
+def check_digest(path: Path, digest: str) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"Expected {path} but found no such file. Get it again.")
+    if sha256(path) != digest:
+        raise ValueError(
+            f"Expected {path} to be as it was published but its checksum is another: it is damaged. Get it again."
+        )
+
+
 def cache_folder() -> Path:
     """The folder of what was downloaded: ``LIGHTNING_FCL_CACHE``, else one in the user's cache."""
     return Path(os.environ.get("LIGHTNING_FCL_CACHE") or Path("~/.cache/lightning-fcl")).expanduser().absolute()
@@ -175,15 +205,6 @@ def remove_temporary() -> None:
     """Remove this process's temporary files and folders: before an end at which nothing else is done."""
     for path in [*_temporary]:
         _remove(path)
-
-
-def _no_room(path: Path, size: int | None, then: str = _GO_ON) -> NoRoomError:
-    needed = "more room" if size is None else f"{size:,} bytes"
-    free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
-    return NoRoomError(
-        f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. Nothing that "
-        f"was there is lost. Make room, then {then}."
-    )
 
 
 def _remove(path: Path) -> None:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from lightning_fcl.errors import listed
 from lightning_fcl.evaluation.metrics import curves, quantity, sign
-from lightning_fcl.evaluation.names import model_name
-
-__all__ = ["Headline", "ends_of_clients", "headlines"]
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A number of a run.
-
-    Args:
-        name: What it is.
-        value: The number.
-        note: Of whom, and on what.
-        unit: ``"B"`` for bytes, else none.
-
-    Example:
-        >>> Headline("traffic", 2_500_000, "up and down", "B").text
-        '2.5 MB'
-    """
+    """A number of a run: what it is, of whom and on what, and its unit, ``"B"`` for bytes."""
 
     name: str
     value: float
@@ -36,7 +23,6 @@ class Headline:
 
     @property
     def text(self) -> str:
-        """The number as it is shown."""
         return number_text(self.value, self.unit)
 
 
@@ -50,13 +36,7 @@ def number_text(value: float, unit: str = "") -> str:
 
 
 def headlines(results: Mapping[str, Any]) -> list[Headline]:
-    """At most five numbers of a run; what was not measured is left out.
-
-    Example:
-        >>> metrics = {"final_accuracy/server": 0.5, "upload_bytes/total": 40.0}
-        >>> [one.name for one in headlines({"metrics": metrics, "record": {"tasks": {}, "rounds": []}})]
-        ['final accuracy', 'traffic']
-    """
+    """At most five numbers of a run; what was not measured is left out."""
     record, metrics = results["record"], results["metrics"]
     of = quantity(record)
     lost = "forgetting" if of == "accuracy" else f"forgetting_{of}"
@@ -84,3 +64,37 @@ def ends_of_clients(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     every = {model: curve.learnt for model, curve in curves(record).items() if model != "server"}
     ends = [(model, float(values[-1])) for model, values in every.items() if np.isfinite(values[-1])]
     return sorted(ends, key=lambda end: sign(record) * end[1])
+
+
+def model_name(model: str) -> str:
+    return "mean of the clients" if model == "clients" else f"client {model}" if model.isdigit() else model
+
+
+def task_name(record: Mapping[str, Any], model: str, task: int) -> str:
+    """The groups of a model's task."""
+    return listed((record["groups"][group] for group in record["tasks"][model][task]), most=12)
+
+
+def experience_names(record: Mapping[str, Any]) -> list[str]:
+    """What the server's experiences are called: by their groups, or their numbers where names would be too long."""
+    names = [", ".join(record["groups"][group] for group in groups) for groups in record["tasks"].get("server", [])]
+    distinct = len(set(names)) == len(names) and max(map(len, names), default=0) <= 24
+    return names if distinct else [str(number + 1) for number in range(len(names))]
+
+
+def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What stands for each experience of several runs: by name, if it is the same in all of them."""
+    names, numbers = (
+        experience_names(records[0]),
+        [str(n + 1) for n in range(len(records[0]["tasks"].get("server", [])))],
+    )
+    if names != numbers and all(experience_names(record) == names for record in records):
+        return [f"after {name}" for name in names]
+    return [f"after experience {number}" for number in numbers]
+
+
+def extent_of(results: Mapping[str, Any]) -> str:
+    """How many rounds and clients a run had."""
+    clients = [model for model in results["record"]["tasks"] if model != "server"]
+    counts = {"round": len(results["record"]["rounds"]), "client": len(clients)}
+    return ", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counts.items())

@@ -6,9 +6,8 @@ each task) and ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of 
 Where a task is measured by other quantities than accuracy, ``measures`` tells their names and which way is better, and
 the rounds tell what each came to, under ``values``.
 
-Functions of arrays take ``correct``, shape (R, G), a row for each round and a column for each group; ``totals``, shape
-(G,); ``experience``, shape (R,), the number (from 0) of the task that each round trained on; ``tasks``, the groups of
-each of the T tasks; ``matrix``, shape (T, T), that of `accuracy_matrix`; and ``t``, the number of tasks learnt.
+``matrix``, shape (T, T), is one of `matrices`: accuracy on task d (column) after learning task t (row); its NaN entries
+are left out. ``t`` is the number of tasks learnt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,23 +17,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.evaluation.communication import totals
 from lightning_fcl.evaluation.continual import (
     FloatArray,
     Tasks,
     ValuesOf,
-    accuracy_matrix,
     average_accuracy,
     backward_transfer,
     counted,
     finite_mean,
     forgetting,
-    general_accuracy,
     learning_accuracy,
-    personal_accuracy,
-    personal_value,
     personal_values,
-    stream_accuracy,
     stream_values,
     value_matrix,
     values_of_measure,
@@ -42,17 +35,14 @@ from lightning_fcl.evaluation.continual import (
 
 __all__ = [
     "Curve",
-    "accuracy_matrix",
     "average_accuracy",
     "backward_transfer",
     "curves",
+    "first_tasks",
     "forgetting",
-    "general_accuracy",
     "learning_accuracy",
     "matrices",
-    "personal_accuracy",
     "stream_accuracies",
-    "stream_accuracy",
     "summarize",
     "task_curves",
 ]
@@ -113,16 +103,16 @@ def curves(record: Mapping[str, Any], measure: str | None = None) -> dict[str, C
     """
     result = {}
     for model in sorted(record["tasks"], key=lambda model: bool(model != "server")):
-        if entries := _tested(record, model):
-            on = _on(record, [models_tested(entry)[model] for entry in entries], measure)
+        on, experience, tasks = _history(record, model, measure, start=False)
+        if experience:
             groups = range(len(record["groups"]))
-            numbers = np.array([entry["experience"][model] for entry in entries], dtype=np.int64)
+            rounds = [entry["round"] for entry in record["rounds"] if model in models_tested(entry)]
             result[model] = Curve(
-                rounds=np.array([entry["round"] for entry in entries], dtype=np.int64),
-                experience=numbers,
+                rounds=np.array(rounds, dtype=np.int64),
+                experience=np.array(experience, dtype=np.int64),
                 accuracy=np.stack([on([group]) for group in groups], axis=1),
                 overall=on(groups),
-                learnt=personal_values(on, numbers, record["tasks"][model]),
+                learnt=personal_values(on, experience, tasks),
             )
     return result
 
@@ -132,7 +122,11 @@ def matrices(record: Mapping[str, Any], rounds: Literal["mean", "last"] = "mean"
 
     Args:
         record: That of a run.
-        rounds: See `accuracy_matrix`.
+        rounds: ``"mean"``: mean over the rounds of task t, as Usmanova et al. 2021 have it; ``"last"``: its last round
+            only, as is usual in continual learning.
+
+    Returns:
+        Shape (T, T), with NaN in the rows of tasks without a round and the columns of tasks without a test sample.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 9 * r, 8 * r]}} for r in range(2)]
@@ -164,15 +158,18 @@ def task_curves(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
     longest = max(map(len, of_clients), default=0)
     accuracy, forgotten = np.full(longest, np.nan), np.full(longest, np.nan)
     for t in range(1, longest + 1):
-        there = [matrix for matrix in of_clients if len(matrix) >= t]
-        accuracy[t - 1] = finite_mean([average_accuracy(matrix, t) for matrix in there])
+        long_enough = [matrix for matrix in of_clients if len(matrix) >= t]
+        accuracy[t - 1] = finite_mean([average_accuracy(matrix, t) for matrix in long_enough])
         if t > 1:
-            forgotten[t - 1] = finite_mean([forgetting(sign(record) * matrix, t) for matrix in there])
+            forgotten[t - 1] = finite_mean([forgetting(sign(record) * matrix, t) for matrix in long_enough])
     return accuracy, forgotten
 
 
 def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> FloatArray:
-    """How a model's `stream_accuracy` went as experiences passed, shape (T,).
+    """Accuracy on the test samples of experiences 0..i after the last round of experience i, shape (T,).
+
+    Weighted by samples; a group that several experiences share counts once. The stream accuracy of De Caro et al. 2023,
+    "Decentralized plasticity in reservoir dynamical networks for pervasive environments", table 2.
 
     Args:
         record: That of a run.
@@ -192,10 +189,7 @@ def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> Float
     """
     if model not in record["tasks"]:
         raise ValueError(f"Expected `model` to be one of {', '.join(record['tasks'])} but got {model}.")
-    tested = any(model in models_tested(entry) for entry in record["rounds"]) or (
-        model == "server" and "start" in record
-    )
-    return stream_values(*_history(record, model)) if tested else np.full(len(record["tasks"][model]), np.nan)
+    return stream_values(*_history(record, model))
 
 
 def summarize(record: Mapping[str, Any]) -> dict[str, float]:
@@ -222,8 +216,12 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
         (0.75, 0.5, 1.0, 80.0)
     """
     measures = [one["name"] for one in record["measures"]] if "measures" in record else [None]
-    models, before = _all_metrics(record, measures), before_aggregation(record)
-    for model, metrics in _all_metrics(before, measures).items():
+    models = _all_metrics(record, measures)
+    # The clients' own models alone, as their last local training of each experience has left them.
+    name = "values" if "measures" in record else "correct"
+    own = [{**entry, name: entry["own"]} for entry in record["rounds"] if "own" in entry]
+    tasks = {model: tasks for model, tasks in record["tasks"].items() if model != "server"}
+    for model, metrics in _all_metrics({**record, "tasks": tasks, "rounds": own}, measures).items():
         found = {name: value for name, value in metrics.items() if name.startswith(_AFTER_TASKS)}
         models[model] = models.get(model, {}) | {f"{name}_own": value for name, value in found.items()}
     clients = [metrics for model, metrics in models.items() if model != "server"]
@@ -238,18 +236,27 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
             summary["training_accuracy/server"] = training["correct"] / training["total"]
     if kept := record.get("kept_bytes"):
         summary["kept_bytes/clients"] = finite_mean(list(kept.values()))
-    return summary | totals(record)
+    for way in ("upload_bytes", "download_bytes"):
+        summary[f"{way}/total"] = float(sum(sum(entry.get(way, {}).values()) for entry in record["rounds"]))
+    if timed := [entry for entry in record["rounds"] if "simulated_seconds" in entry]:
+        summary["simulated_seconds/total"] = float(sum(entry["simulated_seconds"] for entry in timed))
+        summary["late/total"] = float(sum(len(entry.get("late", ())) for entry in timed))
+    return summary
 
 
-def before_aggregation(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record of the clients' own models alone, as their last local training of each experience has left them.
+def first_tasks(record: Mapping[str, Any], tasks: int) -> dict[str, Any]:
+    """The record that a run would have if each client had its first tasks alone; of a whole one, without its end.
 
-    Empty of rounds where they were not tested beside what clients predict with after aggregation.
+    Example:
+        >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"a": [9 - r, r]}} for r in range(2)]
+        >>> cut = first_tasks({"tasks": {"a": [[0], [1]]}, "rounds": rounds, "kept_bytes": {"a": 40}}, tasks=1)
+        >>> cut["tasks"], len(cut["rounds"]), "kept_bytes" in cut
+        ({'a': [[0]]}, 1, False)
     """
-    name = "values" if "measures" in record else "correct"
-    rounds = [{**entry, name: entry["own"]} for entry in record["rounds"] if "own" in entry]
-    tasks = {model: tasks for model, tasks in record["tasks"].items() if model != "server"}
-    return {**record, "tasks": tasks, "rounds": rounds}
+    rounds = [entry for entry in record["rounds"] if entry["experience"]["server"] < tasks]
+    ended = ("kept_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
+    kept = {name: value for name, value in record.items() if name not in ended}
+    return {**kept, "tasks": {model: own[:tasks] for model, own in record["tasks"].items()}, "rounds": rounds}
 
 
 def _all_metrics(record: Mapping[str, Any], measures: Sequence[str | None]) -> dict[str, dict[str, float]]:
@@ -266,10 +273,10 @@ def _metrics_of(record: Mapping[str, Any], model: str, measure: str | None = Non
     if measure is not None:
         general, personal, of, lost = f"general_{measure}", f"personal_{measure}", measure, f"_{measure}"
     overall, passed, t = on(range(len(record["groups"]))), stream_values(*history), len(tasks)
-    tested = overall[_before_rounds(record, model) :]
+    tested = overall[int(model == "server" and "start" in record) :]  # a base session was no round
     metrics = {general: float(tested.mean()) if measure is None else finite_mean(tested)}
     if model != "server":
-        metrics[personal] = personal_value(*history)
+        metrics[personal] = finite_mean(personal_values(*history))
     metrics |= {f"final_{of}": float(overall[-1]), f"stream_{of}": float(passed[experience[-1]])}
     if t > 1:
         mean, last, way = value_matrix(*history, "mean"), value_matrix(*history, "last"), sign(record, measure)
@@ -282,26 +289,15 @@ def _metrics_of(record: Mapping[str, Any], model: str, measure: str | None = Non
     return metrics
 
 
-def _before_rounds(record: Mapping[str, Any], model: str) -> int:
-    """How often a model was tested before the first round: that of a base session, which was no round."""
-    return int(model == "server" and "start" in record)
-
-
-def _tested(record: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
-    return [entry for entry in record["rounds"] if model in models_tested(entry)]
-
-
-def _on(record: Mapping[str, Any], found: list[Any], measure: str | None = None) -> ValuesOf:
-    if "measures" not in record:
-        return counted(found, record["totals"])
-    return values_of_measure([one[measure or quantity(record)] for one in found])
-
-
-def _history(record: Mapping[str, Any], model: str, measure: str | None = None) -> tuple[ValuesOf, list[int], Tasks]:
-    """Values, experiences and tasks of a model in the rounds in which it was tested."""
-    entries = _tested(record, model)
+def _history(
+    record: Mapping[str, Any], model: str, measure: str | None = None, start: bool = True
+) -> tuple[ValuesOf, list[int], Tasks]:
+    """Values, experiences and tasks of a model in the rounds in which it was tested, from the ``start`` of a record."""
+    entries = [entry for entry in record["rounds"] if model in models_tested(entry)]
     found = [models_tested(entry)[model] for entry in entries]
     experiences = [entry["experience"][model] for entry in entries]
-    if _before_rounds(record, model):
+    if start and model == "server" and "start" in record:
         found, experiences = [record["start"], *found], [0, *experiences]
-    return _on(record, found, measure), experiences, record["tasks"][model]
+    if "measures" not in record:
+        return counted(found, record["totals"]), experiences, record["tasks"][model]
+    return values_of_measure([one[measure or quantity(record)] for one in found]), experiences, record["tasks"][model]

@@ -1,17 +1,27 @@
-"""The files of a finished run: ``results.json``, and the seal, which is written last and says that all are whole."""
+"""The folder of a run: what was measured, round by round, ``results.json``, and all that is made of it.
+
+The seal is written last and says that all files are whole.
+"""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import itertools
 import json
 from collections.abc import Iterable, Mapping
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.evaluation.files import sha256, write_whole
+from lightning_fcl.errors import require
+from lightning_fcl.evaluation.communication import simulated_times
+from lightning_fcl.evaluation.files import append, read_sums, sha256, write_sums, write_whole
 from lightning_fcl.evaluation.inside import inside
-from lightning_fcl.evaluation.record_file import NAME as RECORD
-from lightning_fcl.evaluation.sums import read_sums, write_sums
+from lightning_fcl.evaluation.metrics import curves, models_tested
+
+__all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]
 
 FORMAT = 1
 """The format of ``results.json``."""
@@ -19,9 +29,71 @@ FORMAT = 1
 CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
 """Where the recipe of a run lies in its folder, and the checkpoint of its last round."""
 
-_SEAL = "files.txt"
-_WRITTEN = (LAST, RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
-_KEYS = ("recipe", "seed", "metrics", "record", "expected", "versions", "machine", "seconds", "command", "finished")
+_RECORD, _SEAL = "record.jsonl", "files.txt"
+_WRITTEN = (LAST, _RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
+_WAYS = ("upload_bytes", "download_bytes")
+
+
+class RecordFile:
+    """``record.jsonl`` of a run's folder: what was measured, a line a round, so that no checkpoint has to hold it all.
+
+    A line is a round, or what else the record tells, whenever that changes. A checkpoint holds how long the file was
+    when it was written, and a SHA-256 of its lines: what comes after them is of rounds that are trained again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / _RECORD
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rest: dict[str, Any] = {}  # what the file tells beside the rounds
+        self._number, self._last = 0, dict[str, Any]()  # of the rounds that it tells
+        self._size, self._digest = 0, ""
+
+    def extend(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Write what the file does not tell yet, and return what a checkpoint holds in place of the record."""
+        rest, rounds = {name: value for name, value in record.items() if name != "rounds"}, record["rounds"]
+        if self._number and (len(rounds) < self._number or rounds[self._number - 1] != self._last):
+            self._begin()  # another fit's
+        lines = [] if rest == self._rest else [{"rest": rest}]
+        for entry in rounds[self._number :]:
+            same = entry["experience"] is self._last.get("experience")  # of many clients, written once
+            lines.append({name: value for name, value in entry.items() if not (same and name == "experience")})
+            self._last = entry
+        data = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+        append(self.path, self._size, data)
+        self._take(data)
+        self._rest, self._number = rest, len(rounds)
+        return {"bytes": self._size, "sha256": self._digest}
+
+    def _take(self, data: bytes) -> None:
+        """Add lines to the size and the digest, which goes on from line to line: one half-way could not be copied."""
+        self._size += len(data)
+        for line in data.splitlines():
+            self._digest = hashlib.sha256(self._digest.encode() + line).hexdigest()
+
+    def read(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """The record as it was when a checkpoint was written, which has ``kept`` in its place."""
+        self._begin()
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        if size >= kept["bytes"]:
+            with self.path.open("rb") as file:
+                data = file.read(kept["bytes"])
+            self._take(data)
+        if size < kept["bytes"] or self._digest != kept["sha256"]:
+            raise ValueError(
+                f"{self.path}, which tells what was measured until then, is missing or another run's. Bring it here "
+                "from the folder of the checkpoint's run"
+            )
+        rounds: list[dict[str, Any]] = []
+        for line in map(json.loads, data.splitlines()):
+            if "rest" in line:
+                self._rest = line["rest"]
+            else:
+                self._last = {"experience": self._last.get("experience"), **line}
+                rounds.append(self._last)
+        self._number = len(rounds)
+        return {**self._rest, "rounds": rounds}
 
 
 def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | None = 1) -> Path:
@@ -32,7 +104,7 @@ def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | 
 
 
 def read_results(folder: str | Path) -> dict[str, Any]:
-    """Read and check ``results.json`` of a run's folder."""
+    """Read ``results.json`` of a run's folder, if it is as it was written."""
     path = Path(folder) / "results.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -51,14 +123,15 @@ def read_results(folder: str | Path) -> dict[str, Any]:
         )
     if checksum != _checksum(results):
         raise ValueError(f"Expected {path} to be as it was written but its checksum is another. Repeat the run.")
-    missing = [key for key in _KEYS if key not in results]
-    if missing:
-        raise ValueError(f"Expected {path} to have the entries {', '.join(missing)} but they are missing.")
     return results
 
 
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def seal(folder: Path, files: Iterable[Path]) -> Path:
-    """Say that a run is finished, and what its files hold: the last that is written."""
+    """Say that a run is finished, and what its files hold."""
     return write_sums(folder / _SEAL, {path.relative_to(folder).as_posix(): sha256(path) for path in files})
 
 
@@ -73,7 +146,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def run_of(config: Path) -> Path | None:
-    """The folder of the run whose recipe a file is; None: it is none's."""
+    """The folder of the run whose recipe a file is, if it is one's."""
     folder = config.parent
     begun = (folder / "results.json").is_file() or any(folder.glob("checkpoints/*.ckpt"))
     return folder if config.name == CONFIG and begun else None
@@ -85,5 +158,56 @@ def start_over(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def write_files(folder: str | Path) -> Path:
+    """Write all that a run's folder has beside ``results.json``: ``metrics.csv``, ``report.html``, and last the seal.
+
+    A run that was stopped before its end gets no seal. The path of ``report.html`` comes back.
+
+    Raises:
+        FileNotFoundError: If there is no ``results.json``.
+        ValueError: If it is not understood.
+    """
+    folder = Path(folder)
+    results = read_results(folder)
+    table, page = write_csv(folder / "metrics.csv", results["record"]), write_page(folder, results)
+    if results["finished"]:
+        seal(folder, [folder / "results.json", table, page])
+    return page
+
+
+def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
+    """Write ``report.html`` of a run."""
+    for package in ("altair", "jinja2", "vl_convert"):
+        require(package, "draws reports")
+    from lightning_fcl.evaluation.run_page import run_page  # with Altair, a second of imports
+
+    path = folder / CONFIG
+    recipe = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return write_whole(folder / "report.html", run_page(results, recipe))
+
+
+def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
+    """Write a line for each model and round: its accuracy, that of each group, and its bytes on the wire.
+
+    Or, in place of accuracy, each measure of the record. What was not tested is left empty. By the clock of a rehearsed
+    deployment, the last column tells the seconds from its beginning to the end of the round.
+    """
+    names = [one["name"] for one in record.get("measures", [])]
+    heads = [[name, *(f"{name} {group}" for group in record["groups"])] for name in names]
+    columns = list(itertools.chain(*heads)) or ["accuracy", *record["groups"]]
+    tested: dict[tuple[int, str], list[float]] = {}
+    for name in names or [None]:
+        for model, curve in curves(record, name).items():
+            for number, whole, groups in zip(curve.rounds, curve.overall, curve.accuracy.tolist(), strict=True):
+                tested.setdefault((int(number), model), []).extend([float(whole), *groups])
+    times = simulated_times(record).tolist()
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["round", "model", *columns, *_WAYS, *(["simulated_time"] if times else [])])
+    for number, entry in enumerate(record["rounds"]):
+        for model in dict.fromkeys([*models_tested(entry), *entry[_WAYS[0]], *entry[_WAYS[1]]]):
+            cells = tested.get((entry["round"], model), [nan] * len(columns))
+            plain = ["" if isnan(cell) else cell for cell in cells]
+            traffic = [entry[way].get(model, "") for way in _WAYS]
+            writer.writerow([entry["round"], model, *plain, *traffic, *times[number : number + 1]])
+    return write_whole(path, text.getvalue())

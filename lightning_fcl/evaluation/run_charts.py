@@ -10,10 +10,9 @@ import numpy as np
 
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLOURS, Points, Spec, on_page
-from lightning_fcl.evaluation.clock import simulated_times
-from lightning_fcl.evaluation.communication import volumes
+from lightning_fcl.evaluation.communication import simulated_times, volumes
+from lightning_fcl.evaluation.headline import model_name, task_name
 from lightning_fcl.evaluation.metrics import Curve, matrices, quantity, sign
-from lightning_fcl.evaluation.names import model_name, task_name
 
 Record: TypeAlias = Mapping[str, Any]
 Curves: TypeAlias = Mapping[str, Curve]

@@ -9,9 +9,8 @@ import numpy as np
 
 from lightning_fcl.errors import listed
 from lightning_fcl.evaluation import run_charts
-from lightning_fcl.evaluation.headline import ends_of_clients, headlines
+from lightning_fcl.evaluation.headline import ends_of_clients, experience_labels, extent_of, headlines, model_name
 from lightning_fcl.evaluation.metrics import curves, quantity
-from lightning_fcl.evaluation.names import experience_labels, extent_of, model_name
 from lightning_fcl.evaluation.pages import fill_template
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
 
@@ -33,17 +32,13 @@ _MEANINGS = {
 
 
 def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
-    """The HTML of a run's page.
-
-    Args:
-        results: The contents of its ``results.json``.
-        recipe: The recipe with every default, to copy.
-    """
+    """The HTML of a run's page, of its ``results.json`` and, to copy, its recipe with every default."""
     record, metrics = results["record"], results["metrics"]
     every, ends = curves(record), ends_of_clients(record)
     values = [value for _, value in ends]
     worst = [[model_name(model), f"{value:.3f}", str(every[model].rounds[-1] + 1)] for model, value in ends]
     kinds = list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if not name.endswith("/total")))
+    tested = dict.fromkeys(name.rpartition("/")[2] for name in metrics if not name.endswith("/total"))
     limits = [entry["limits"] for entry in record["rounds"] if entry.get("limits")]
     drawn = {
         "overview": run_charts.overview(record, every),
@@ -65,12 +60,15 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
         against_paper=[_against(name, metrics.get(name), paper) for name, paper in results["expected"].items()],
         quantity=quantity(record),
         charts=drawn,
-        tested=(len(ends), min(values), max(values), np.std(values, ddof=1)) if len(values) > 1 else None,
+        spread=(len(ends), min(values), max(values), np.std(values, ddof=1)) if len(values) > 1 else None,
         worst_off=worst[:_WORST] if len(worst) > _WORST else [],
         left_out=[*_left_out(record)],
         limits=limits[-1] if limits else None,
         kinds=kinds,
-        metrics=_metrics(metrics, kinds),
+        metrics=[
+            [model_name(model), *(metric_number(kind, metrics.get(f"{kind}/{model}")) for kind in kinds)]
+            for model in sorted(tested, key=lambda model: {"server": 0, "clients": 1}.get(model, 2))
+        ],
         meanings=_meanings(kinds, record),
     )
 
@@ -91,13 +89,6 @@ def _left_out(record: Mapping[str, Any]) -> Iterator[list[str]]:
         ]
         why += [(one, f"nodes that say they are it: {listed(of)}") for one, of in entry.get("claims", {}).items()]
         yield from ([f"round {entry['round'] + 1}", client, reason] for client, reason in why)
-
-
-def _metrics(metrics: Mapping[str, float], kinds: list[str]) -> list[list[str]]:
-    """A line for each model."""
-    models = dict.fromkeys(name.rpartition("/")[2] for name in metrics if not name.endswith("/total"))
-    order = sorted(models, key=lambda model: {"server": 0, "clients": 1}.get(model, 2))
-    return [[model_name(m), *(metric_number(kind, metrics.get(f"{kind}/{m}")) for kind in kinds)] for m in order]
 
 
 def _meanings(kinds: list[str], record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -9,9 +9,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lightning_fcl import __version__
+from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.markdown import markdown_table
+from lightning_fcl.evaluation.metrics import task_curves
 
 NEAR = 0.05
 """How far from the paper's number a mean is near it."""
@@ -21,12 +24,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table.
-
-    Args:
-        values: What each seed gave; none where only the paper has the metric.
-        paper: The paper's number, None where it tells none.
-    """
+    """One number of a table: what each seed gave, none where only the paper has the metric, and the paper's, if any."""
 
     values: Mapping[int, float]
     paper: float | None = None
@@ -125,13 +123,13 @@ class Table:
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
 
     @property
-    def told(self) -> list[tuple[str, str, Cell]]:
+    def paper_cells(self) -> list[tuple[str, str, Cell]]:
         """The row, the metric and the number of all that the paper tells."""
         return [(row, name, c) for row, of in self.rows.items() for name, c in of.items() if c.paper is not None]
 
     @property
     def standing(self) -> Standing:
-        found = [cell.stands for _, _, cell in self.told]
+        found = [cell.stands for _, _, cell in self.paper_cells]
         return Standing(*(found.count(kind) for kind in Standing._fields))
 
     def only(self, metrics: Sequence[str]) -> Table:
@@ -143,11 +141,7 @@ class Table:
 
 
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
-    """Every metric of each recipe row, seed by seed, and what the paper has.
-
-    Returns:
-        ``{row: {metric: cell}}``, rows in order of appearance.
-    """
+    """``{row: {metric: cell}}``: every metric of each recipe row, seed by seed, and what the paper has."""
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
     for one in results:
         row, seed = one["recipe"]["row"] if one["recipe"] else one["command"], one["seed"]
@@ -163,6 +157,34 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
         }
         found[row] = {name: Cell(values[name], papers.get(name)) for name in names}
     return found
+
+
+def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]], gains: Mapping[str, Any]) -> Table:
+    """A table with the clients' average accuracy after each task, and how much some rows gain over others.
+
+    ``results`` are those of each seed of its rows. ``gains`` tells the rows ``of`` which it is told how far their
+    accuracy lies above the mean of that of the rows ``over``, by that mean, and the ``paper``'s numbers after each
+    task. Only where all those rows were run.
+    """
+    curves = {row: {one["seed"]: task_curves(one["record"])[0] for one in runs} for row, runs in results.items()}
+    found = {row: _cells("accuracy", of) for row, of in curves.items()}
+    if {*gains["of"], *gains["over"]} <= {*results}:
+        for row in gains["of"]:
+            seeds = [seed for seed in curves[row] if all(seed in curves[other] for other in gains["over"])]
+            means = {seed: np.mean([curves[other][seed] for other in gains["over"]], axis=0) for seed in seeds}
+            found[row] |= _cells("gain", {s: curves[row][s] / means[s] - 1 for s in seeds}, gains["paper"])
+    return replace(table, rows={row: {**cells, **found[row]} for row, cells in table.rows.items()})
+
+
+def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
+    """A cell for each task after which there is a number."""
+    longest = max(map(len, curves.values()), default=0)
+    papers = [*paper, *[None] * longest]
+    values = [
+        {seed: float(curve[t]) for seed, curve in curves.items() if np.isfinite(curve[t : t + 1]).any()}
+        for t in range(longest)
+    ]
+    return {f"{name}_after_{t + 1}/clients": Cell(of, papers[t]) for t, of in enumerate(values) if of}
 
 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
@@ -201,10 +223,31 @@ def read_table(path: str | Path) -> Table:
             "version of lightning-fcl wrote it. Write it anew with `lightning-fcl reproduce`."
         )
     try:
-        rows = {row: {name: _cell(cell) for name, cell in of.items()} for row, of in content["rows"].items()}
+        rows = {
+            row: {
+                name: Cell(
+                    {int(seed): float(value) for seed, value in cell["values"].items()},
+                    None if cell["paper"] is None else float(cell["paper"]),
+                )
+                for name, cell in of.items()
+            }
+            for row, of in content["rows"].items()
+        }
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Expected {path} to hold a table but got: {error!r}. Write it anew.") from error
+
+
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with columns of even width; those of numbers, but not the first, are set to the right."""
+    columns = []
+    for number, column in enumerate(zip(head, *lines, strict=True)):
+        cells = [cell.replace("|", "\\|") for cell in column]
+        right = number > 0 and all(cell.startswith(tuple("+-0123456789")) for cell in cells[1:])
+        width = max(3, *map(len, cells))
+        cells.insert(1, "-" * (width - right) + ":" * right)
+        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*columns, strict=True))
 
 
 def metric_title(name: str) -> str:
@@ -221,11 +264,6 @@ def metric_number(name: str, value: float | None) -> str:
 def _plain(cell: Cell) -> dict[str, Any]:
     summary = {"mean": cell.mean, "std": cell.std, "n": cell.n, "paper": cell.paper}
     return {**summary, "values": {str(seed): value for seed, value in sorted(cell.values.items())}}
-
-
-def _cell(content: Mapping[str, Any]) -> Cell:
-    paper = content["paper"]
-    return Cell({int(seed): float(v) for seed, v in content["values"].items()}, None if paper is None else float(paper))
 
 
 def _distinct(texts: Iterable[str]) -> str:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lightning_fcl.models.readout import FeatureReadout as FeatureReadout
     from lightning_fcl.models.readout import ReservoirReadout as ReservoirReadout
     from lightning_fcl.models.ridge import RidgeReadout as RidgeReadout
-    from lightning_fcl.models.ridge import RidgeStatistics as RidgeStatistics
     from lightning_fcl.models.t2t import T2TBody as T2TBody
     from lightning_fcl.models.vit import SplitViT as SplitViT
     from lightning_fcl.models.vit import ViT as ViT

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fcl.errors import did_you_mean, require
+from lightning_fcl.errors import at_least, did_you_mean, require
 from lightning_fcl.models._parts import check_blocks
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
@@ -33,8 +33,6 @@ _OURS = {
 
 def make_body(name: str, image_size: int, channels: int, options: dict[str, Any]) -> Body:
     """The body of a variant or of a family's smallest one; see `lightning_fcl.models.fcl_vit`."""
-    if not isinstance(name, str):
-        raise ValueError(f"Expected `name` to be the name of an architecture but got {name!r}.")
     variant = name.lower().replace("-", "_")
     variant = FAMILIES.get(variant, variant)
     if variant not in VARIANTS:
@@ -42,8 +40,7 @@ def make_body(name: str, image_size: int, channels: int, options: dict[str, Any]
         raise ValueError(
             f"Expected `name` to be one of {', '.join(names)} but got {name!r}.{did_you_mean(variant, names)}"
         )
-    if channels < 1:
-        raise ValueError(f"Expected `channels` to be at least 1 but got {channels}. Read it from the data.")
+    at_least(1, channels=channels)
     build, defaults = VARIANTS[variant]
     return build(image_size, channels, {**defaults, **options})
 
@@ -170,8 +167,7 @@ def _choose(image_size: int, small: Any, large: Any) -> Any:
 
 
 def _check_size(name: str, image_size: int, multiple: int, least: int) -> None:
-    if multiple < 1:
-        raise ValueError(f"Expected `patch_size` to be at least 1 but got {multiple}.")
+    at_least(1, patch_size=multiple)
     if image_size < least or image_size % multiple:
         near = max(least, -(-image_size // multiple) * multiple)
         raise ValueError(

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.models._parts import as_map, attend, initialise, margin, patches, perceptron, with_class_token
+from lightning_fcl.models._parts import (
+    as_map,
+    attend,
+    check_blocks,
+    initialise,
+    margin,
+    patches,
+    perceptron,
+    with_class_token,
+)
 from lightning_fcl.models.described import Described
 
 
@@ -54,18 +63,11 @@ class CvTBody(Described):
         mlp_ratio: float = 4.0,
     ) -> None:
         super().__init__()
-        sizes = [len(part) for part in (widths, depths, heads, kernels, strides)]
-        if len(set(sizes)) > 1 or not sizes[0]:
-            raise ValueError(
-                "Expected `widths`, `depths`, `heads`, `kernels` and `strides` to have one number for each stage but "
-                f"got {', '.join(map(str, sizes))} numbers."
-            )
         side, stages = image_size, []
         for number, (width, depth, of_heads, kernel, stride) in enumerate(
             zip(widths, depths, heads, kernels, strides, strict=True), start=1
         ):
-            if width % of_heads:
-                raise ValueError(f"Expected `widths` to be multiples of `heads` but got {width} for {of_heads} heads.")
+            check_blocks(width, of_heads, depth or 1, mlp_ratio)
             side = patches(side, kernel, stride, image_size)
             last = number == len(widths)
             stages.append(_Stage(channels, width, depth, of_heads, kernel, stride, mlp_ratio, last))

@@ -102,21 +102,28 @@ class DyTox(Described):
         channels: int = 3,
     ) -> None:
         super().__init__()
-        blocks = _cut(tasks, num_classes) if isinstance(tasks, int) else tasks
-        _check_blocks(blocks, num_classes)
-        self.input_shape = (channels, image_size, image_size)
-        self.sizes = [len(block) for block in blocks]
         self.cut = isinstance(tasks, int)
+        if isinstance(tasks, int):
+            if tasks < 1 or num_classes < 1 or num_classes % tasks:
+                raise ValueError(
+                    f"Expected `tasks` to divide `num_classes`={num_classes} but got {tasks}. Change it, or give the "
+                    "classes of each task."
+                )
+            size = num_classes // tasks
+            tasks = [list(range(first, first + size)) for first in range(0, num_classes, size)]
+        _check_blocks(tasks, num_classes)
+        self.input_shape = (channels, image_size, image_size)
+        self.sizes = [len(block) for block in tasks]
         self.body, _ = vit_body(image_size, channels, patch_size, width, depth, heads, mlp_ratio, tokens=True)
         self.decoder = TaskAttention(width, heads, mlp_ratio)
-        self.tokens = nn.ParameterList([nn.init.trunc_normal_(torch.empty(width), std=0.02) for _ in blocks])
+        self.tokens = nn.ParameterList([nn.init.trunc_normal_(torch.empty(width), std=0.02) for _ in tasks])
         self.heads = nn.ModuleList([_head(width, size) for size in self.sizes])
         self.divergence = nn.ModuleList([_head(width, size + 1) for size in self.sizes])
         # Where each class's logit is among those of all heads side by side: clients' means of it are itself.
-        self.register_buffer("position", _positions(blocks))
+        self.register_buffer("position", _positions(tasks))
         # Above 0 for a task that anyone has begun: so it stays in any mean over clients.
-        self.register_buffer("learnt", torch.zeros(len(blocks)))
-        of_logit = torch.repeat_interleave(torch.arange(len(blocks)), torch.tensor(self.sizes))
+        self.register_buffer("learnt", torch.zeros(len(tasks)))
+        of_logit = torch.repeat_interleave(torch.arange(len(tasks)), torch.tensor(self.sizes))
         self.register_buffer("_task", of_logit, persistent=False)
 
     @property
@@ -161,16 +168,6 @@ class DyTox(Described):
 def _head(width: int, classes: int) -> nn.Sequential:
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
     return head.apply(initialise)
-
-
-def _cut(tasks: int, num_classes: int) -> list[list[int]]:
-    if tasks < 1 or num_classes < 1 or num_classes % tasks:
-        raise ValueError(
-            f"Expected `tasks` to divide `num_classes`={num_classes} but got {tasks}. Change it, or give the classes "
-            "of each task."
-        )
-    size = num_classes // tasks
-    return [list(range(first, first + size)) for first in range(0, num_classes, size)]
 
 
 def _check_blocks(blocks: Sequence[Sequence[int]], num_classes: int) -> None:

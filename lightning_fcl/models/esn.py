@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import above, at_least, share
 from lightning_fcl.models.described import Described
-from lightning_fcl.models.plasticity import PlasticityOfLayer, tanh_
 
 # Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
 BLOCK = 64
@@ -66,14 +67,9 @@ class EchoStateNetwork(Described):
     ) -> None:
         super().__init__()
         at_least(1, in_features=in_features, units=units, layers=layers)
-        at_least(0, washout=washout)
-        if not 0 < leaking_rate <= 1:
-            raise ValueError(f"Expected `leaking_rate` to be above 0 and up to 1 but got {leaking_rate}.")
-        for name, scale in (("spectral_radius", spectral_radius), ("input_scaling", input_scaling)):
-            if not 0 < scale < float("inf"):
-                raise ValueError(f"Expected `{name}` to be above 0 and finite but got {scale}.")
-        if not 0 <= bias_scaling < float("inf"):
-            raise ValueError(f"Expected `bias_scaling` to be at least 0 and finite but got {bias_scaling}.")
+        share(leaking_rate=leaking_rate)
+        above(0, spectral_radius=spectral_radius, input_scaling=input_scaling)
+        at_least(0, bias_scaling=bias_scaling, washout=washout)
         self.in_features = in_features
         self.units = units
         self.layers = layers
@@ -87,7 +83,14 @@ class EchoStateNetwork(Described):
             recurrent = torch.randn(units, units, generator=generator)
             recurrent *= _mask(units, units, recurrent_connectivity, "recurrent_connectivity", generator)
             self.register_buffer(f"input_weight_{layer}", drive)
-            self.register_buffer(f"recurrent_weight_{layer}", _rescaled(recurrent, spectral_radius))
+            current = float(torch.linalg.eigvals(recurrent.double()).abs().max())
+            if current < 1e-9:
+                raise ValueError(
+                    "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones "
+                    "have none. Raise `recurrent_connectivity` or `units`, or take another `seed`."
+                )
+            rescaled = (recurrent.double() * (spectral_radius / current)).to(recurrent.dtype)
+            self.register_buffer(f"recurrent_weight_{layer}", rescaled)
         noise = torch.rand(self.features, generator=generator) * 2 - 1
         self.register_buffer("recurrent_bias", bias_scaling * noise)
         self.gain = nn.Parameter(torch.ones(self.features))
@@ -256,11 +259,59 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
     return torch.zeros(rows, columns).scatter_(1, chosen, 1.0)
 
 
-def _rescaled(weight: Tensor, radius: float) -> Tensor:
-    current = float(torch.linalg.eigvals(weight.double()).abs().max())
-    if current < 1e-9:
-        raise ValueError(
-            "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones have "
-            "none. Raise `recurrent_connectivity` or `units`, or take another `seed`."
-        )
-    return (weight.double() * (radius / current)).to(weight.dtype)
+@dataclass
+class PlasticityOfLayer:
+    """The sums over time of one layer's descent directions: each step is worked off while it is in the cache.
+
+    See `lightning_fcl.models.EchoStateNetwork.plasticity` for the formula.
+    """
+
+    drive: Tensor
+    recurrent: Tensor
+    gain: Tensor
+    bias: Tensor
+    constant: Tensor
+    leak: float
+    state: Tensor
+    mu: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        self.drive, self.recurrent, self.variance = self.drive.t(), self.recurrent.t(), self.sigma**2
+        self.steps = 0
+        # Sums of -s2 db and -s2 net db.
+        self.shift, self.product = torch.zeros_like(self.state), torch.zeros_like(self.state)
+
+    def run(self, u: Tensor, skip: int) -> Tensor:
+        """Add a block of inputs (steps, batch, inputs), but for the first ``skip`` steps; the layer's states."""
+        net = torch.addmm(self.constant, u.reshape(-1, u.shape[-1]), self.drive).view(*u.shape[:2], -1)
+        h, shift = torch.empty_like(self.state), torch.empty_like(self.state)
+        for t, step in enumerate(net.unbind(0)):
+            step.addmm_(self.state, self.recurrent)
+            tanh_(torch.addcmul(self.bias, step, self.gain, out=h))
+            if t >= skip:
+                # h (1 + 2 s2 - h^2 + mu h) - mu, which is -s2 db
+                torch.mul(h, h, out=shift).neg_().add_(1 + 2 * self.variance)
+                if self.mu:
+                    shift.add_(h, alpha=self.mu)
+                shift.mul_(h).sub_(self.mu)
+                self.shift.add_(shift)
+                self.product.addcmul_(step, shift)
+                self.steps += 1
+            # The net input of a step is not needed any more: its place takes the state.
+            self.state = torch.lerp(self.state, h, self.leak, out=step)
+        self.state = self.state.clone()
+        return net
+
+    def directions(self) -> tuple[Tensor, Tensor]:
+        """Of gain and bias, both of shape (batch, units)."""
+        return self.steps / self.gain - self.product / self.variance, self.shift / -self.variance
+
+
+def tanh_(values: Tensor) -> None:
+    """The hyperbolic tangent, in place. On the CPU numpy's is several times faster than torch's, and no less exact."""
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        array = values.numpy()
+        np.tanh(array, out=array)
+    else:
+        values.tanh_()

@@ -67,7 +67,11 @@ class HARCNN(Described):
         self.body, self.features = _hidden(notation, in_channels, length, dropout)
         self.head = nn.Linear(self.features, num_classes)
         if init == "keras":
-            self.apply(_keras_init)
+            for layer in self.modules():
+                if isinstance(layer, nn.Conv1d | nn.Linear):
+                    nn.init.xavier_uniform_(layer.weight)
+                    if layer.bias is not None:
+                        nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits, shape (batch, num_classes), of windows (batch, in_channels, length), or of one alone."""
@@ -123,10 +127,3 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
     if not features:
         layers.append(nn.Flatten(start_dim=-2))
     return nn.Sequential(*layers), features or channels * steps
-
-
-def _keras_init(module: nn.Module) -> None:
-    if isinstance(module, nn.Conv1d | nn.Linear):
-        nn.init.xavier_uniform_(module.weight)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)

@@ -58,17 +58,12 @@ def fold_batchnorm(module: nn.Module) -> None:
     The outputs in evaluation mode stay the same up to rounding. The normalisation gives way to an `nn.Identity`, so
     that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was.
     """
-    for name, sequence in module.named_modules():
+    for sequence in module.modules():
         if not isinstance(sequence, nn.Sequential):
             continue
         layers = list(sequence.named_children())
         for (first, convolution), (second, norm) in itertools.pairwise(layers):
             if isinstance(convolution, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
-                if norm.running_mean is None:
-                    raise ValueError(
-                        f"Expected `{name}.{second}` to keep running statistics but got `track_running_stats=False`. "
-                        "Replace it by a BatchNorm2d that does, and train again."
-                    )
                 training = convolution.training
                 fused = fuse_conv_bn_eval(convolution.eval(), norm.eval()).train(training)
                 # A bias that was not there before comes back frozen.
@@ -134,29 +129,16 @@ class Int8Backbone(nn.Module):
     def layers(self) -> list[Int8Convolution]:
         return cast(list[Int8Convolution], list(self.children()))
 
-    @property
-    def int8_bytes(self) -> int:
-        """Bytes of the state on a device: 1 for a weight, 4 for each bias, scale and zero point."""
-        return sum(value.numel() * (1 if value.dtype == torch.int8 else 4) for value in self.buffers())
-
     def forward(self, x: Tensor) -> Tensor:
         """Maps (batch, channels, h, w), multiples of the last layer's scale, of images; in their type."""
-        return (self._run(x) * self.layers[-1].scale.float()).to(x.dtype)
-
-    def levels(self, x: Tensor) -> Tensor:
-        """The maps' levels of 8 bits each, to be stored: uint8 of the maps' shape."""
-        return (self._run(x) + self.layers[-1].zero_point).to(torch.uint8)
-
-    def _run(self, x: Tensor) -> Tensor:
-        """The last layer's levels minus its zero point, in float32 whatever the type of the images."""
-        # Autocast would round the sums to 8 or 11 bits.
+        # In float32 whatever the type of the images: autocast would round the sums to 8 or 11 bits.
         with torch.autocast(x.device.type, enabled=False):
             scale = self.input_scale
-            x = _clamp((x.float() / scale.float()).round_(), self.input_zero_point)
+            levels = _clamp((x.float() / scale.float()).round_(), self.input_zero_point)
             for layer in self.layers:
-                x = layer(x, scale)
+                levels = layer(levels, scale)
                 scale = layer.scale
-        return x
+        return (levels * scale.float()).to(x.dtype)
 
 
 def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: int = 64) -> None:
@@ -167,31 +149,20 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
     as the backbone will see them. None builds the structure alone, without torchao, for a state that is loaded
     afterwards. The maps that come out are quantised too. Make the optimizer afterwards.
     """
-    backbone = _float_backbone(model)
+    backbone = copy.deepcopy(model.get_submodule("backbone")).cpu().float().eval()
+    fold_batchnorm(backbone)
     convolutions = _chain(backbone)
     quantized = Int8Backbone({name.replace(".", "_"): layer for name, layer in convolutions.items()})
-    device = next(iter(convolutions.values())).weight.device
+    first = next(iter(convolutions.values()))
     if calibration is not None:
-        _check_images(model, calibration, next(iter(convolutions.values())).in_channels)
-        _fill(quantized, list(convolutions.values()), _converted(backbone, calibration, batch_size))
-    model.backbone = quantized.to(device)
-
-
-def _float_backbone(model: nn.Module) -> nn.Module:
-    backbone = getattr(model, "backbone", None)
-    if not isinstance(backbone, nn.Module):
-        raise ValueError(
-            f"Expected a model with a `backbone` but `{type(model).__name__}` has none. Use DSICNet, or name the "
-            "frozen part of your model so."
-        )
-    if isinstance(backbone, Int8Backbone):
-        raise ValueError(
-            "Expected `model.backbone` in floating point but it is quantised already. Build the model anew to "
-            "quantise it with other images."
-        )
-    backbone = copy.deepcopy(backbone).cpu().float().eval()
-    fold_batchnorm(backbone)
-    return backbone
+        takes = tuple(getattr(model, "input_shape", (first.in_channels, *calibration.shape[2:])))
+        if tuple(calibration.shape[1:]) != takes or not len(calibration) or not calibration.isfinite().all():
+            raise ValueError(
+                f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, takes))}) and finite numbers "
+                f"but got {tuple(calibration.shape)}. Pass a batch of the images that the model is trained on."
+            )
+        _fill(quantized, list(convolutions.values()), calibrated_graph(backbone, calibration, batch_size))
+    model.backbone = quantized
 
 
 def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
@@ -209,20 +180,6 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
     if not found:
         raise ValueError("Expected `model.backbone` to hold convolutions but got none. Move its convolutions there.")
     return found
-
-
-def _check_images(model: nn.Module, images: Tensor, channels: int) -> None:
-    expected = tuple(getattr(model, "input_shape", (channels, *images.shape[2:])))
-    if images.dim() != 4 or tuple(images.shape[1:]) != expected or len(images) == 0:
-        raise ValueError(
-            f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, expected))}) but got "
-            f"{tuple(images.shape)}. Pass a batch of the images that the model is trained on."
-        )
-    if not (images.is_floating_point() and images.isfinite().all()):
-        raise ValueError(
-            f"Expected `calibration` images of finite floating-point numbers but got some that are not, in "
-            f"{images.dtype}. Scale and clean them as for training."
-        )
 
 
 def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.GraphModule) -> None:
@@ -249,7 +206,7 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
         scale = out_scale
 
 
-def _converted(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
+def calibrated_graph(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
     """The PT2E graph of a backbone, with quantisation as constants and dequantisation before every convolution."""
     with quietly():
         pt2e = require("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,60 +20,11 @@ PIECE = 4096
 STRIPE = 128
 
 
-@dataclass(frozen=True, eq=False)
-class RidgeStatistics:
-    """What a readout must know of its data: ``A = Y S^T``, ``B = S S^T`` and the number of samples.
-
-    Bacciu et al. 2021, eq. 6-9 and 11-12, with the regulariser left out: it is added once, in the solution. Two of one
-    reservoir and shape add up to those of their data together, and one can be taken away again.
-
-    Args:
-        A: Shape (outputs, features), float64.
-        B: Shape (features, features), or its upper triangle, row by row: (features * (features + 1) / 2,); float64.
-        n: Number of samples.
-        tag: Number of the reservoir whose states they are (`EchoStateNetwork.tag`).
-
-    Raises:
-        ValueError: On adding or taking away statistics of another reservoir or shape.
-
-    Example:
-        >>> one = RidgeStatistics(torch.ones(1, 2), torch.eye(2), n=3, tag=7)
-        >>> (one + one).n, (one + one - one).n
-        (6, 3)
-    """
-
-    A: Tensor
-    B: Tensor
-    n: int
-    tag: int
-
-    def __add__(self, other: RidgeStatistics) -> RidgeStatistics:
-        self._check(other)
-        return RidgeStatistics(self.A + other.A, self.B + other.B, self.n + other.n, self.tag)
-
-    def __sub__(self, other: RidgeStatistics) -> RidgeStatistics:
-        self._check(other)
-        if other.n > self.n:
-            raise ValueError(
-                f"Expected statistics of at most {self.n} samples to take away but got {other.n}, never added."
-            )
-        return RidgeStatistics(self.A - other.A, self.B - other.B, self.n - other.n, self.tag)
-
-    def _check(self, other: RidgeStatistics) -> None:
-        if self.tag != other.tag:
-            raise ValueError(
-                f"Expected statistics of the reservoir {self.tag:x} but got those of {other.tag:x}: other weights, "
-                "gain or bias. Compute them again with this reservoir."
-            )
-        if self.A.shape != other.A.shape or self.B.shape != other.B.shape:
-            raise ValueError(
-                f"Expected A and B of shapes {tuple(self.A.shape)} and {tuple(self.B.shape)} but got "
-                f"{tuple(other.A.shape)} and {tuple(other.B.shape)}."
-            )
-
-
 class RidgeReadout(Described):
     """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al. 2021, eq. 10).
+
+    It learns ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12, with the regulariser left out:
+    it is added once, in the solution), which readouts of one reservoir can add to each other's and take away again.
 
     Args:
         in_features: Size of the states, N_R.
@@ -84,7 +34,7 @@ class RidgeReadout(Described):
         symmetric: Whether only the upper triangle of B is kept and sent: half the bytes.
 
     Raises:
-        ValueError: If ``beta`` is below 0.
+        ValueError: If ``beta`` is below 0, or another readout is of another reservoir or shape.
 
     Example:
         >>> readout = RidgeReadout(2, 1, beta=0.0)
@@ -128,10 +78,6 @@ class RidgeReadout(Described):
         """Outputs of shape (..., out_features), float64, from states of shape (..., in_features)."""
         return states.double() @ self.weight.t()
 
-    @property
-    def statistics(self) -> RidgeStatistics:
-        return RidgeStatistics(self.A.clone(), self.B.clone(), int(self.n), int(self.tag))
-
     def reset(self, tag: int = 0) -> None:
         """Forget all statistics, to begin with those of another reservoir; the weights stay until the next `solve`."""
         for value in (self.A, self.B, self.n):
@@ -143,12 +89,35 @@ class RidgeReadout(Described):
         accumulate(self.A, self.B, states, targets)
         self.n += len(states)
 
-    def remove(self, statistics: RidgeStatistics) -> None:
-        """Take statistics away that were added before: unlearning."""
-        rest = self.statistics - statistics
-        self.A.copy_(rest.A)
-        self.B.copy_(rest.B)
-        self.n.fill_(rest.n)
+    def add(self, other: RidgeReadout) -> None:
+        """Add the samples of another readout of the same reservoir (`EchoStateNetwork.tag`) and shape."""
+        self._check(other)
+        self.A += other.A
+        self.B += other.B
+        self.n += other.n
+
+    def remove(self, other: RidgeReadout) -> None:
+        """Take samples away that were added before, by a readout that has learnt from them alone: unlearning."""
+        self._check(other)
+        if other.n > self.n:
+            raise ValueError(
+                f"Expected a readout of at most {self.n} samples to take away but got {other.n}, never added."
+            )
+        self.A -= other.A
+        self.B -= other.B
+        self.n -= other.n
+
+    def _check(self, other: RidgeReadout) -> None:
+        if self.tag != other.tag:
+            raise ValueError(
+                f"Expected a readout of the reservoir {int(self.tag):x} but got one of {int(other.tag):x}: other "
+                "weights, gain or bias. Compute it again with this reservoir."
+            )
+        if self.A.shape != other.A.shape or self.B.shape != other.B.shape:
+            raise ValueError(
+                f"Expected A and B of shapes {tuple(self.A.shape)} and {tuple(self.B.shape)} but got "
+                f"{tuple(other.A.shape)} and {tuple(other.B.shape)}."
+            )
 
     def solve(self) -> None:
         """Set the weights from the statistics."""
@@ -215,12 +184,12 @@ def _by_eigenvalues(a: Tensor, b: Tensor, betas: Sequence[float]) -> tuple[Tenso
     An eigenvalue of b that may be nothing but rounding errors counts as 0; without a beta the least solution is taken.
     """
     values, vectors = torch.linalg.eigh(b)
-    there = values > _ROUNDING * _cut_off(values)
-    values = torch.where(there, values, 0.0)
+    counted = values > _ROUNDING * _cut_off(values)
+    values = torch.where(counted, values, 0.0)
     scales = values + torch.tensor(betas, dtype=torch.float64, device=values.device)[:, None]
     inverse = torch.where(scales > _cut_off(values), 1 / scales, 0.0)
     weights: Tensor = ((a @ vectors) * inverse[:, None, :]) @ vectors.t()
-    return weights, int(there.sum())
+    return weights, int(counted.sum())
 
 
 def _check_finite(a: Tensor, b: Tensor) -> None:

@@ -26,7 +26,7 @@ class T2TBody(Described):
     """The tokens-to-token vision transformer without its classifier (Yuan et al. 2021, "T2T-ViT", section 3).
 
     The T2T module (section 3.1, eq. 1 to 4) splits the image softly, that is into patches that overlap, transforms
-    these , lays them out as a map again, and splits that; a linear layer follows the last split. Then a deep and
+    these, lays them out as a map again, and splits that; a linear layer follows the last split. Then a deep and
     narrow backbone (section 3.2, eq. 5): a class token, fixed sinusoidal positions, and blocks of pre-norm attention
     without biases of queries, keys and values. The output is the class token.
 
@@ -70,8 +70,6 @@ class T2TBody(Described):
         check_blocks(width, heads, depth, mlp_ratio)
         if width % 2:
             raise ValueError(f"Expected `width` to be even but got {width}.")
-        if not splits:
-            raise ValueError("Expected `splits` to hold at least one size and stride but got none.")
         side, wide = image_size, channels
         transformers = []
         for number, (kernel, stride) in enumerate(splits, start=1):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fcl.errors import at_least
 from lightning_fcl.models._bodies import make_body, vit_body
 from lightning_fcl.models._parts import check_images, fast_attention
 from lightning_fcl.models.described import Described, described
@@ -40,8 +41,7 @@ class SplitViT(Described):
         self, body: nn.Module, features: int, num_classes: int = 100, image_size: int = 32, channels: int = 3
     ) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"Expected `num_classes` to be at least 1 but got {num_classes}. Read it from the data.")
+        at_least(1, num_classes=num_classes)
         self.input_shape = (channels, image_size, image_size)
         self.features = features
         self.body = body
@@ -69,18 +69,7 @@ class ViT(SplitViT):
     biases everywhere. It is timm's ``VisionTransformer``, whose parameters are exactly those of the authors' code. The
     paper tells the layers only, the code the rest: width 192, 12 heads (3 heads have as many parameters).
 
-    The body's 2,691,648 parameters, which are 10.77 MB one way:
-
-    ============  =====================================  ===============
-    patches       3 * 4 * 4 * 192 + 192                            9,408
-    class token   192                                                192
-    positions     (8 * 8 + 1) * 192                               12,480
-    six blocks    6 * 444,864                                  2,669,184
-    - attention   (192 * 576 + 576) + (192 * 192 + 192)  148,224 a block
-    - perceptron  (192 * 768 + 768) + (768 * 192 + 192)  295,872 a block
-    - two norms   2 * 2 * 192                                768 a block
-    last norm     2 * 192                                            384
-    ============  =====================================  ===============
+    The body has 2,691,648 parameters, which are 10.77 MB one way: 444,864 in each block.
 
     Args:
         num_classes: Number of classes.

@@ -32,10 +32,8 @@ from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, put_off
 from lightning_fcl.evaluation.files import occupied
-from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.results import LAST, run_of, write_results
-from lightning_fcl.evaluation.run_folder import write_files
-from lightning_fcl.evaluation.task_by_task import first_tasks
+from lightning_fcl.evaluation.metrics import first_tasks, summarize
+from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_results
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.methods.method import Method

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.record_file import NAME, RecordFile
+from lightning_fcl.evaluation.results import RecordFile
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -29,7 +29,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, run: Path | None = None) -> None:
         super().__init__()
-        self._record = RecordFile(run.resolve() / NAME) if run is not None else None
+        self._record = RecordFile(run.resolve()) if run is not None else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if len(urlparse(str(path)).scheme) > 1 or storage_options is not None:
@@ -46,7 +46,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
         """Read it, with the record of the run in whose folder it is."""
         checkpoint = super().load_checkpoint(path, *arguments, **options)
-        file, own = RecordFile(Path(path).resolve().parents[1] / NAME), self._record
+        file, own = RecordFile(Path(path).resolve().parents[1]), self._record
         return _with_records(checkpoint, "sha256", (own if own and own.path == file.path else file).read)
 
 

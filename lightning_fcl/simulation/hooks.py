@@ -10,7 +10,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
-from lightning_fcl.callbacks.epoch_logs import EpochLogs
+from lightning_fcl.callbacks.epoch_log import RoundLog
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import quoted
@@ -39,7 +39,7 @@ class FitHooks(Callback):
     def __init__(self, strategy: FederatedStrategy) -> None:
         self.strategy = strategy
         self.began = False  # whether this fit has
-        self._logs: EpochLogs | None = None
+        self._logs: RoundLog | None = None
         self._undo_progress: Callable[[], None] | None = None  # of the round at hand
         self._left_out: list[str] = []  # of checkpoints
         self.settings: dict[str, list[dict[str, Any]]] = {}  # of optimizers and schedules, as they were made
@@ -59,7 +59,7 @@ class FitHooks(Callback):
         self.began = True
         federation = self.federation
         federation.server.begin(pl_module, self.strategy.rules, extra_of(federation))
-        self._logs = EpochLogs(pl_module, self.strategy.ranks)
+        self._logs = RoundLog(pl_module, self.strategy.ranks)
 
     def state_dict(self) -> dict[str, Any]:
         federation = self.federation

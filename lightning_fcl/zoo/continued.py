@@ -17,8 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.evaluation.files import TemporaryFolder
-from lightning_fcl.evaluation.sums import check_digest
+from lightning_fcl.evaluation.files import TemporaryFolder, check_digest
 from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.hub.checkpoint import read_checkpoint

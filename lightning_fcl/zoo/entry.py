@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fcl.data.datasets.measurement import Measurement
-from lightning_fcl.evaluation.files import sha256
-from lightning_fcl.evaluation.sums import check_digest, read_sums, write_sums
+from lightning_fcl.evaluation.files import check_digest, read_sums, sha256, write_sums
 from lightning_fcl.hub.documents import parse, read_yaml
 
 SUMS = "files.txt"

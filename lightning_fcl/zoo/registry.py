@@ -13,9 +13,17 @@ from importlib import import_module
 from pathlib import Path
 
 from lightning_fcl.errors import did_you_mean
-from lightning_fcl.evaluation.files import cache_folder, locked, replacing, sha256, writing
+from lightning_fcl.evaluation.files import (
+    cache_folder,
+    check_digest,
+    locked,
+    read_sums,
+    replacing,
+    sha256,
+    write_sums,
+    writing,
+)
 from lightning_fcl.evaluation.inside import inside
-from lightning_fcl.evaluation.sums import check_digest, read_sums, write_sums
 from lightning_fcl.hub.download import download
 from lightning_fcl.zoo.entry import CONFIG, CONTINUE, FILES, SUMS, Entry, read_entry, read_files, read_folder
 from lightning_fcl.zoo.hub import from_hub

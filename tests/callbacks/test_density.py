@@ -90,11 +90,11 @@ def test_densities_are_those_of_all_states_at_once(fit, stream, task):
 
 
 def test_a_state_on_an_edge_is_counted_as_numpy_does():
-    from lightning_fcl.callbacks.density import _bin_of
+    from lightning_fcl.callbacks.density import bin_of
 
     values = torch.tensor([-1.0, 1.0, 0.0, 0.5, -0.25, 0.04, np.nextafter(np.float32(0.5), np.float32(0))])
     for bins in (1, 4, 100, 1000):
-        ours = torch.bincount(_bin_of(values, bins), minlength=bins).tolist()
+        ours = torch.bincount(bin_of(values, bins), minlength=bins).tolist()
         assert ours == np.histogram(values.double().numpy(), bins=bins, range=(-1, 1))[0].tolist()
 
 

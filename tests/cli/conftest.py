@@ -44,4 +44,4 @@ def reports():
 @pytest.fixture(autouse=True)
 def _no_reports(request, monkeypatch):
     if "reports" not in request.fixturenames:
-        monkeypatch.setattr("lightning_fcl.evaluation.run_folder.write_page", empty_page)
+        monkeypatch.setattr("lightning_fcl.evaluation.results.write_page", empty_page)

@@ -28,7 +28,7 @@ CALLBACKS = '''
 import os
 import signal
 from lightning.pytorch.callbacks import Callback
-from lightning_fcl.evaluation import run_folder
+from lightning_fcl.evaluation import results
 
 class Sends(Callback):
     """In the middle of a round."""
@@ -57,7 +57,7 @@ class DiesInReport(Callback):
     """While the page is written."""
 
     def __init__(self):
-        whole = run_folder.write_whole
+        whole = results.write_whole
 
         def die(path, content):
             if path.name != "report.html":
@@ -65,7 +65,7 @@ class DiesInReport(Callback):
             path.with_name(f".{path.name}.tmp").write_text(content[:1000])
             os.kill(os.getpid(), signal.SIGKILL)
 
-        run_folder.write_whole = die
+        results.write_whole = die
 '''
 
 

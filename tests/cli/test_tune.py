@@ -8,7 +8,7 @@ import yaml
 
 from lightning_fcl.cli import tune as module
 from lightning_fcl.cli.main import main
-from lightning_fcl.evaluation.results import _KEYS, seal, write_results
+from lightning_fcl.evaluation.results import seal, write_results
 from lightning_fcl.running.fit import resolve_recipe
 from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.running.stop import Stopped
@@ -59,7 +59,7 @@ def pretend(monkeypatch):
             seen.append(job.label)
             value = objective(yaml.safe_load(job.configs[-1].read_text()))
             job.out.mkdir(parents=True)
-            write_results(job.out, {**dict.fromkeys(_KEYS), "metrics": {"final_accuracy/server": value}})
+            write_results(job.out, {"metrics": {"final_accuracy/server": value}})
             seal(job.out, [job.out / "results.json"])
             (job.out / "fingerprint").write_text(job.fingerprint)
 
@@ -120,7 +120,7 @@ def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, m
     def run_job(job):
         jobs.append(job)
         job.out.mkdir(parents=True)
-        write_results(job.out, {**dict.fromkeys(_KEYS), "metrics": {"final_accuracy/server": 0.5}})
+        write_results(job.out, {"metrics": {"final_accuracy/server": 0.5}})
         seal(job.out, [job.out / "results.json"])
         (job.out / "fingerprint").write_text(job.fingerprint)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lightning_fcl.device.report import device_report
-from lightning_fcl.device.speeds import device_speeds
+from lightning_fcl.device.report import device_report, device_speeds
 from lightning_fcl.models import MLP, DSICNet
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_fcl.evaluation.comparison_charts import against
+from lightning_fcl.evaluation.comparison import against_chart
 from lightning_fcl.evaluation.table import Cell, Standing, Table
 
 ROWS = {
@@ -43,11 +43,11 @@ def test_the_verdict(counts, word):
 
 
 def test_the_chart_has_each_number():
-    rows = against(table())["datasets"]["rows"]
+    rows = against_chart(table())["datasets"]["rows"]
     points = sorted((row["paper"], row["ours"]) for row in rows)
     assert points == [pytest.approx(point) for point in ((0.5, 0.101), (0.56, 0.51), (0.65, 0.55), (0.8, 0.5))]
     assert [row["stands"] for row in rows] == ["within .05", "inside the spread", "outside", "outside"]
 
 
 def test_without_numbers_of_the_paper_there_is_no_chart():
-    assert against(table({"one": {"accuracy/server": Cell({0: 0.5})}})) is None
+    assert against_chart(table({"one": {"accuracy/server": Cell({0: 0.5})}})) is None

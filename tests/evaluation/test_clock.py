@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from lightning_fcl.evaluation.clock import simulated_times, time_to
+from lightning_fcl.evaluation.communication import simulated_times, time_to
 from lightning_fcl.evaluation.metrics import curves, summarize
+from lightning_fcl.evaluation.results import write_csv
 from lightning_fcl.evaluation.run_charts import over_time
-from lightning_fcl.evaluation.run_folder import write_csv
 
 
 def record_of(correct, seconds=None, tasks=1):

@@ -9,7 +9,7 @@ import vl_convert
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.communication import BANDWIDTHS
 from lightning_fcl.evaluation.figures import write_figures
-from lightning_fcl.evaluation.names import experience_labels, experience_names
+from lightning_fcl.evaluation.headline import experience_labels, experience_names
 
 EDGES = [-1.0, -0.5, 0.0, 0.5, 1.0]
 

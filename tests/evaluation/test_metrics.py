@@ -7,16 +7,12 @@ import numpy as np
 import pytest
 
 from lightning_fcl.evaluation.metrics import (
-    accuracy_matrix,
     average_accuracy,
     backward_transfer,
     curves,
     forgetting,
-    general_accuracy,
     matrices,
-    personal_accuracy,
     stream_accuracies,
-    stream_accuracy,
     summarize,
     task_curves,
 )
@@ -184,15 +180,23 @@ def test_single_task_has_no_task_metrics_and_means_are_over_those_that_have_one(
     assert (summary["upload_bytes/total"], summary["download_bytes/total"]) == (96.0, 192.0)
 
 
+def of_client(correct, totals, experience, tasks):
+    """The record of a client, of right predictions per round and group."""
+    rounds = [
+        {"round": r, "experience": {"a": e}, "correct": {"a": row}}
+        for r, (e, row) in enumerate(zip(experience, correct, strict=True))
+    ]
+    return {"groups": [*map(str, totals)], "totals": totals, "tasks": {"a": tasks}, "rounds": rounds}
+
+
 def test_matrix_by_hand():
     # Two groups of 10 and 30 samples in task 1, one of 20 in task 2; task 1 lasts two rounds.
-    correct = [[10, 0, 20], [0, 30, 0], [5, 15, 10]]
-    arguments = (correct, [10, 30, 20], [0, 0, 1], [[0, 1], [2]])
-    np.testing.assert_allclose(accuracy_matrix(*arguments), [[0.5, 0.5], [0.5, 0.5]])
-    np.testing.assert_allclose(accuracy_matrix(*arguments, rounds="last"), [[0.75, 0.0], [0.5, 0.5]])
-    np.testing.assert_allclose(stream_accuracy(*arguments), [0.75, 0.5])
-    assert general_accuracy(*arguments[:2]) == pytest.approx(0.5)
-    assert personal_accuracy(*arguments) == pytest.approx((0.25 + 0.75 + 0.5) / 3)
+    record = of_client([[10, 0, 20], [0, 30, 0], [5, 15, 10]], [10, 30, 20], [0, 0, 1], [[0, 1], [2]])
+    np.testing.assert_allclose(matrices(record)["a"], [[0.5, 0.5], [0.5, 0.5]])
+    np.testing.assert_allclose(matrices(record, rounds="last")["a"], [[0.75, 0.0], [0.5, 0.5]])
+    np.testing.assert_allclose(stream_accuracies(record, "a"), [0.75, 0.5])
+    assert summarize(record)["A_gen/a"] == pytest.approx(0.5)
+    assert summarize(record)["A_per/a"] == pytest.approx((0.25 + 0.75 + 0.5) / 3)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -244,8 +248,9 @@ def test_stream_accuracies_of_a_model_that_was_not_tested():
 
 
 def test_a_group_counts_once_however_often_it_is_listed():
-    assert accuracy_matrix([[10, 0]], [10, 10], [0], [[0, 0, 1]]).item() == 0.5
-    assert stream_accuracy([[10, 0], [10, 0]], [10, 10], [0, 1], [[0], [0, 1]])[1] == 0.5
+    record = of_client([[10, 0], [10, 0]], [10, 10], [0, 1], [[0], [0, 0, 1]])
+    assert matrices(record)["a"][1, 1] == 0.5
+    assert stream_accuracies(record, "a")[1] == 0.5
 
 
 def test_forgetting_takes_the_best_since_the_task_was_learnt():
@@ -259,7 +264,7 @@ def test_forgetting_takes_the_best_since_the_task_was_learnt():
 
 
 def test_what_was_never_learnt_is_left_out():
-    matrix = accuracy_matrix([[4, 2], [1, 3]], [4, 4], [0, 0], [[0], [1]])
+    matrix = matrices(of_client([[4, 2], [1, 3]], [4, 4], [0, 0], [[0], [1]]))["a"]
     assert np.isnan(matrix[1]).all() and not np.isnan(matrix[0]).any()
     assert math.isnan(average_accuracy(matrix, 2)) and math.isnan(forgetting(matrix, 2))
     record = fine_tuning_record()

@@ -11,8 +11,7 @@ import vl_convert
 from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
 from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.metrics import curves, matrices, summarize
-from lightning_fcl.evaluation.results import is_whole, read_results, write_results
-from lightning_fcl.evaluation.run_folder import write_files
+from lightning_fcl.evaluation.results import is_whole, read_results, write_files, write_results
 from lightning_fcl.evaluation.run_page import run_page
 from lightning_fcl.evaluation.table import Table
 
@@ -158,7 +157,8 @@ def test_broken_results_are_named(tmp_path):
         with pytest.raises(ValueError, match=f"Expected {path} to be of format 1 but it is of none: it is damaged, or"):
             read_results(tmp_path)
     write_results(tmp_path, {"seed": 0})
-    with pytest.raises(ValueError, match=f"Expected {path} to have the entries recipe, metrics"):
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(ValueError, match=f"Expected {path} to be as it was written but its checksum is another"):
         read_results(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 

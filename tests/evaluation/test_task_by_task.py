@@ -2,9 +2,8 @@
 
 import pytest
 
-from lightning_fcl.evaluation.metrics import summarize, task_curves
-from lightning_fcl.evaluation.table import Table, cells
-from lightning_fcl.evaluation.task_by_task import first_tasks, with_tasks
+from lightning_fcl.evaluation.metrics import first_tasks, summarize, task_curves
+from lightning_fcl.evaluation.table import Table, cells, with_tasks
 
 
 def record(*after, done=2):

@@ -116,8 +116,7 @@ def test_no_position_is_added():
 
 
 WRONG = {
-    "stages": ({"depths": (1, 2)}, "Expected `widths`, `depths`, `heads`, `kernels` and `strides` to have one number"),
-    "heads": ({"heads": (1, 5, 6)}, "Expected `widths` to be multiples of `heads` but got 192 for 5 heads."),
+    "heads": ({"heads": (1, 5, 6)}, "Expected `width` to be a multiple of `heads`=5 but got 192."),
     "stride": ({"image_size": 52}, "patches of 3 x 3 every 2 but got 52, which leaves 13 x 13 positions for them."),
     "small": ({"image_size": 32}, "at least 3 x 3 positions in the last stage but got 2 x 2, from `image_size`=32."),
 }

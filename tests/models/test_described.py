@@ -14,7 +14,7 @@ import lightning_fcl.models
 from lightning_fcl.models import MLP, DSICNet, DyTox, EchoStateNetwork, SplitViT, T2TBody, decomposed_vit, fcl_vit
 from lightning_fcl.models.described import Described, cast_arguments, plain_description, rebuild
 
-NETWORKS = [name for name in lightning_fcl.models.__all__ if name != "RidgeStatistics"]
+NETWORKS = lightning_fcl.models.__all__
 NEEDED = {
     "CvTBody": {"image_size": 64},
     "Decomposed": {"net": MLP([4, 3, 2]), "layers": "1.*", "tasks": 2},
@@ -86,7 +86,6 @@ def test_optimizers_of_torch_are_made_again(make):
         ({"class_path": "os.system", "init_args": {"command": "touch marker"}}, "`model` to be handed in .* os.system"),
         ({"class_path": "lightning_fcl.models.os.system", "init_args": {}}, "`model` to be handed in"),
         ({"class_path": "lightning_fcl.models.described.import_module", "init_args": {}}, "`model` to be handed in"),
-        ({"class_path": "lightning_fcl.models.RidgeStatistics", "init_args": {}}, "`model` to be handed in"),
         ({"class_path": "torch.optim.os", "init_args": {}}, "`model` to be handed in"),
         ({"class_path": "torch.optim.Adafactor.load", "init_args": {}}, "`model` to be handed in"),
         ({"class_path": ["lightning_fcl.models.MLP"], "init_args": {}}, "`model` to be handed in"),

@@ -228,11 +228,11 @@ def exactly(message):
         ({"units": 0}, "Expected `units` to be at least 1 but got 0."),
         ({"layers": 0}, "Expected `layers` to be at least 1 but got 0."),
         ({"washout": -1}, "Expected `washout` to be at least 0 but got -1."),
-        ({"leaking_rate": 0.0}, "Expected `leaking_rate` to be above 0 and up to 1 but got 0.0."),
-        ({"leaking_rate": 1.1}, "Expected `leaking_rate` to be above 0 and up to 1 but got 1.1."),
-        ({"spectral_radius": 0.0}, "Expected `spectral_radius` to be above 0 and finite but got 0.0."),
-        ({"input_scaling": float("inf")}, "Expected `input_scaling` to be above 0 and finite but got inf."),
-        ({"bias_scaling": -0.1}, "Expected `bias_scaling` to be at least 0 and finite but got -0.1."),
+        ({"leaking_rate": 0.0}, "Expected `leaking_rate` to be above 0 and at most 1 but got 0.0."),
+        ({"leaking_rate": 1.1}, "Expected `leaking_rate` to be above 0 and at most 1 but got 1.1."),
+        ({"spectral_radius": 0.0}, "Expected `spectral_radius` to be above 0 but got 0.0."),
+        ({"input_scaling": float("nan")}, "Expected `input_scaling` to be above 0 but got nan."),
+        ({"bias_scaling": -0.1}, "Expected `bias_scaling` to be at least 0 but got -0.1."),
         (
             {"input_connectivity": 4},
             "Expected `input_connectivity` to be a share above 0 and up to 1.0, or a number between 1 and 3, but got "

@@ -12,19 +12,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fcl.models import LVT, DyTox, ViT, fcl_vit
-from lightning_fcl.models._bodies import make_body, vit_body
 from lightning_fcl.models._parts import (
-    Block,
     as_map,
     attend,
     check_blocks,
-    check_images,
     fast_attention,
     initialise,
     margin,
     patches,
-    perceptron,
-    with_class_token,
 )
 
 
@@ -120,21 +115,6 @@ def test_there_is_a_patch_for_each_stride_or_an_error():
         assert unfolded.shape[2] == patches(side, kernel, stride, image_size=64) ** 2 == (side // stride) ** 2
         fitting += 1
     assert fitting > 100
-
-
-def test_small_examples():
-    assert attend(torch.zeros(1, 3, 4), torch.zeros(1, 2, 4), torch.ones(1, 2, 4), heads=2).shape == (1, 3, 4)
-    assert with_class_token(torch.ones(1, 1, 2), torch.zeros(3, 4, 2))[:, 0].tolist() == [[1.0, 1.0]] * 3
-    assert Block(8, attention=nn.Identity())(torch.zeros(1, 4, 8)).shape == (1, 4, 8)
-    assert [tuple(p.shape) for p in perceptron(4, 2.0).parameters()] == [(8, 4), (8,), (4, 8), (4,)]
-    assert (margin(7, 4), margin(3, 2), margin(3, 1)) == (2, 1, 1)
-    assert patches(32, kernel=7, stride=4, image_size=32) == 8
-    assert as_map(torch.tensor([[[1.0], [2.0], [3.0], [4.0]]]), side=2).tolist() == [[[[1.0, 2.0], [3.0, 4.0]]]]
-    check_images(torch.zeros(2, 3, 32, 32), takes=(3, 32, 32))
-    with pytest.raises(ValueError, match=r"^Expected `width` to be a multiple of `heads`=5 but got 192\.$"):
-        check_blocks(width=192, heads=5)
-    assert make_body("t2t-7", image_size=32, channels=3, options={"depth": 1})[1] == 256
-    assert vit_body(32, 3, depth=1)[1] == 192
 
 
 def test_linear_layers_are_initialised_and_no_other():

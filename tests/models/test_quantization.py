@@ -63,6 +63,12 @@ def conv_by_hand(x, weight, bias, stride, padding, groups):
     return out
 
 
+def float_backbone(model):
+    backbone = copy.deepcopy(model.backbone).eval()
+    fold_batchnorm(backbone)
+    return backbone
+
+
 # --- folding ---
 
 
@@ -94,12 +100,6 @@ def test_folding_is_the_formula_and_leaves_other_norms_alone():
     assert torch.allclose(block[0].bias, (convolution.bias - norm.running_mean) * factor + norm.bias)
     assert isinstance(block[3], nn.BatchNorm2d)
     assert block[0].training and block.training
-
-
-def test_folding_needs_running_statistics():
-    block = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1, track_running_stats=False))
-    with pytest.raises(ValueError, match="track_running_stats=False"):
-        fold_batchnorm(block)
 
 
 # --- int8 against independent computations ---
@@ -137,7 +137,6 @@ def test_a_layer_is_integer_arithmetic(groups, stride, padding, relu):
     out_zero = int(layer.zero_point)
     assert (out_zero == 0) == relu
     expected = np.clip(np.rint(sums.astype(np.float32) * factor[:, None, None]) + out_zero, 0, 255).astype(np.uint8)
-    assert np.array_equal(model.backbone.levels(images).numpy(), expected)
     assert np.array_equal(model.backbone(images), (expected.astype(np.float32) - out_zero) * layer.scale.numpy())
     assert relative(reference(images), model.backbone(images)) < 0.02
 
@@ -147,7 +146,7 @@ def test_the_network_is_as_near_to_float_as_the_graph_that_torchao_makes(pair):
     model, int8 = pair
     with torch.no_grad():
         maps = model.backbone(digits())
-        graph = quantization._converted(quantization._float_backbone(model), digits()[:128], 64)(digits())
+        graph = quantization.calibrated_graph(float_backbone(model), digits()[:128], 64)(digits())
     # The graph adds biases in floating point: here and there a number falls on the other side of a half, which moves
     # others in the layers that follow.
     error = relative(maps, graph)
@@ -203,9 +202,6 @@ def test_the_state_is_tensors_and_has_the_bytes_of_a_device(pair):
         f"{name}_convolution.weight"
         for name in ["stem", *(f"{kind}{i}" for i in range(1, 7) for kind in ("depthwise", "pointwise")), "depthwise7"]
     }
-    weights = sum(p.numel() for p in pair[0].backbone.parameters() if p.dim() == 4)
-    channels = 16 + 16 + 32 + 32 + 64 * 10
-    assert backbone.int8_bytes == weights + channels * (4 + 4) + 15 * (4 + 4)
 
 
 @pytest.mark.seconds
@@ -217,7 +213,6 @@ def test_a_loaded_state_gives_the_same_bits(pair, tmp_path):
     assert not torch.equal(fresh.eval()(digits()), int8(digits()))
     fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert torch.equal(fresh.eval()(digits()), int8(digits()))
-    assert torch.equal(fresh.backbone.levels(digits()), int8.backbone.levels(digits()))
 
 
 def test_the_structure_needs_no_torchao(monkeypatch):
@@ -226,15 +221,6 @@ def test_the_structure_needs_no_torchao(monkeypatch):
     quantize_backbone(DSICNet(), None)
     with pytest.raises(ModuleNotFoundError, match=r'Expected `torchao`.*pip install "lightning-fcl\[device\]"'):
         quantize_backbone(DSICNet(), digits()[:2])
-
-
-def test_stored_levels_give_the_maps_back(pair):
-    backbone = pair[1].backbone
-    levels = backbone.levels(digits())
-    assert levels.dtype == torch.uint8 and levels.shape == (320, 64, 4, 3)
-    assert len(levels.unique()) > 100
-    last = backbone.layers[-1]
-    assert torch.equal((levels.float() - last.zero_point) * last.scale.float(), backbone(digits()))
 
 
 # --- behaviour as a module ---
@@ -305,11 +291,10 @@ def test_a_federation_trains_the_head_alone_in_a_cohort_as_one_by_one(fit):
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.zeros(4, 1, 48, 64), r"shape \(at least 1, 1, 64, 48\) but got \(4, 1, 48, 64\)"),
+        (torch.zeros(4, 1, 48, 64), r"1, 64, 48\) and finite numbers but got \(4, 1, 48, 64\)"),
         (torch.zeros(0, 1, 64, 48), r"but got \(0, 1, 64, 48\)"),
         (torch.zeros(1, 64, 48), r"but got \(1, 64, 48\)"),
-        (torch.full((2, 1, 64, 48), float("nan")), "finite floating-point numbers"),
-        (torch.zeros(2, 1, 64, 48, dtype=torch.uint8), r"in torch\.uint8"),
+        (torch.full((2, 1, 64, 48), float("nan")), "finite numbers"),
     ],
 )
 def test_bad_images_are_refused_and_change_nothing(images, message):
@@ -328,7 +313,6 @@ def with_backbone(*layers):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(1, 1), "`Linear` has none"),
         (with_backbone(nn.Conv2d(1, 1, 1), nn.Sigmoid()), "got Sigmoid at `1`"),
         (with_backbone(nn.ReLU(), nn.Conv2d(1, 1, 1)), "got ReLU at `0`"),
         (with_backbone(nn.BatchNorm2d(1), nn.Conv2d(1, 1, 1)), "got BatchNorm2d at `0`"),
@@ -343,5 +327,5 @@ def test_other_models_are_refused(model, message):
 
 @pytest.mark.seconds
 def test_a_quantised_model_is_refused(pair):
-    with pytest.raises(ValueError, match="quantised already"):
+    with pytest.raises(ValueError, match="got Int8Backbone at"):
         quantize_backbone(pair[1], None)

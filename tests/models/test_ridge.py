@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.models import RidgeReadout, RidgeStatistics, ridge
+from lightning_fcl.models import RidgeReadout, ridge
 from lightning_fcl.models.ridge import accumulate, solve, square
 
 pytestmark = pytest.mark.rounding
@@ -95,10 +95,9 @@ def test_merged_is_pooled_in_any_order(symmetric):
     pooled = fitted(data, symmetric=symmetric, tag=5)
     pooled.solve()
     for order in ([0, 1, 2], [2, 0, 1]):
-        first, *others = (fitted(parts[i], symmetric=symmetric, tag=5).statistics for i in order)
-        total = sum(others, first)
         merged = fitted(symmetric=symmetric, tag=5)
-        merged.load_state_dict({**pooled.state_dict(), "A": total.A, "B": total.B, "n": torch.tensor(total.n)})
+        for i in order:
+            merged.add(fitted(parts[i], symmetric=symmetric, tag=5))
         merged.solve()
         same(merged, pooled, 1e-11)
 
@@ -112,16 +111,9 @@ def test_unlearned_is_never_seen(symmetric):
     readout.solve()
     never.solve()
     assert (readout.weight - never.weight).abs().max() > 1e-2
-    readout.remove(fitted(left, symmetric=symmetric).statistics)
+    readout.remove(fitted(left, symmetric=symmetric))
     readout.solve()
     same(readout, never, 1e-9)
-
-
-def test_statistics_are_a_copy():
-    readout = fitted(samples())
-    before = readout.statistics
-    readout.partial_fit(*samples(seed=1))
-    assert before.n == 200 and not torch.equal(before.A, readout.A) and not torch.equal(before.B, readout.B)
 
 
 def exactly(message):
@@ -132,31 +124,27 @@ def test_statistics_that_do_not_fit_are_refused():
     readout = fitted(samples(), tag=0xABC)
     before = {name: value.clone() for name, value in readout.state_dict().items()}
     message = (
-        "Expected statistics of the reservoir abc but got those of def: other weights, gain or bias. Compute them "
-        "again with this reservoir."
+        "Expected a readout of the reservoir abc but got one of def: other weights, gain or bias. Compute it again "
+        "with this reservoir."
     )
-    with pytest.raises(ValueError, match=exactly(message)):
-        readout.remove(fitted(samples(), tag=0xDEF).statistics)
+    for change in (readout.add, readout.remove):
+        with pytest.raises(ValueError, match=exactly(message)):
+            change(fitted(samples(), tag=0xDEF))
     message = "Expected A and B of shapes (3, 8) and (8, 8) but got (3, 8) and (36,)."
     with pytest.raises(ValueError, match=exactly(message)):
-        readout.remove(fitted(samples(), tag=0xABC, symmetric=True).statistics)
+        readout.remove(fitted(samples(), tag=0xABC, symmetric=True))
     message = "Expected A and B of shapes (3, 8) and (8, 8) but got (2, 8) and (8, 8)."
     with pytest.raises(ValueError, match=exactly(message)):
-        readout.remove(fitted(samples(outputs=2), tag=0xABC, outputs=2).statistics)
+        readout.remove(fitted(samples(outputs=2), tag=0xABC, outputs=2))
     assert all(torch.equal(value, before[name]) for name, value in readout.state_dict().items())
 
 
 def test_more_samples_than_there_are_cannot_be_taken_away():
-    message = "Expected statistics of at most 100 samples to take away but got 200, never added."
+    message = "Expected a readout of at most 100 samples to take away but got 200, never added."
     with pytest.raises(ValueError, match=exactly(message)):
-        fitted(samples(100)).remove(fitted(samples()).statistics)
-    assert (fitted(samples()).statistics - fitted(samples()).statistics).n == 0
-
-
-def test_tags_of_sums():
-    one = RidgeStatistics(torch.ones(1, 2), torch.eye(2), 3, tag=7)
-    assert (one + one).tag == (one - one).tag == 7
-    assert torch.equal((one + one).A, torch.full((1, 2), 2.0)) and torch.equal((one + one).B, 2 * torch.eye(2))
+        fitted(samples(100)).remove(fitted(samples()))
+    (readout := fitted(samples())).remove(fitted(samples()))
+    assert readout.n == 0 and not readout.A.any()
 
 
 def test_reset_forgets_statistics_but_not_the_solution():
@@ -290,7 +278,7 @@ def test_state_dict_is_whole():
     readout, again = fitted(samples(), tag=4), RidgeReadout(8, 3)
     readout.solve()
     again.load_state_dict(readout.state_dict())
-    assert again.statistics.n == 200 and again.statistics.tag == 4
+    assert again.n == 200 and again.tag == 4
     assert torch.equal(again.weight, readout.weight)
 
 

@@ -123,7 +123,6 @@ WRONG = {
         "Expected `image_size` to suit patches of 7 x 7 every 4 but got 4, which leaves 4",
     ),
     "gaps": ({"splits": ((2, 4),)}, "patches of 2 x 2 every 4 but got 224, which leaves 224 x 224 positions"),
-    "none": ({"splits": ()}, "Expected `splits` to hold at least one size and stride but got none."),
 }
 
 

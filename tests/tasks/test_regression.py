@@ -19,8 +19,7 @@ from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.evaluation.comparison import compare_page
 from lightning_fcl.evaluation.metrics import curves, matrices, quantity, stream_accuracies, summarize
-from lightning_fcl.evaluation.results import write_results
-from lightning_fcl.evaluation.run_folder import write_csv
+from lightning_fcl.evaluation.results import write_csv, write_results
 from lightning_fcl.evaluation.run_page import run_page
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.regression import Regressor

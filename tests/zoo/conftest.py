@@ -42,7 +42,7 @@ def fit_small():
             paths.append(folder / f"change-{number}.yaml")
             paths[-1].write_text(yaml.safe_dump(content))
         with pytest.MonkeyPatch.context() as patch:  # reports are tested elsewhere, and take longer than the runs do
-            patch.setattr("lightning_fcl.evaluation.run_folder.write_page", empty_page)
+            patch.setattr("lightning_fcl.evaluation.results.write_page", empty_page)
             main(["fit", *config_words(paths), *words, "--out", str(folder / "out")])
         return folder / "out"
 
