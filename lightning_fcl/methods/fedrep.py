@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Pattern
 
 

@@ -16,7 +16,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.distillation import LwF
-from lightning_fcl.methods.episodic import labelled
+from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import Embedding, embeddings
 from lightning_fcl.methods.prototypes import ClassSums, class_means, class_sums, nearest_mean, no_sums
 
@@ -84,7 +84,7 @@ class ICaRL(LwF):
         return memory | self._exemplars(client, own, data) if memory and client.part.last_round else memory
 
     def _exemplars(self, client: Client, own: State, data: Batch) -> Memory:
-        x, y = labelled(data)
+        x, y = finite_pairs(data)
         features = F.normalize(embeddings(client.module, own, x)).to(x.device)
         old = tuple(part.to(x.device) for part in self.rehearse(client) or (x[:0], y[:0]))
         classes, chosen = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]

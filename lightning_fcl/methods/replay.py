@@ -19,9 +19,9 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.buffers import Agent, check_buffer, make_buffer, select
 from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import memory_size
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.randomness import seed_of
 
 if TYPE_CHECKING:

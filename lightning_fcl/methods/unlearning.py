@@ -16,8 +16,8 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.federation.ranks import together
 from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.tasks.ridge import RidgeTask
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
 
 def test_clients_that_were_not_drawn_keep_weights_too(fit):
     stream = make_stream(clients=3, batch_size=16)
-    trainer = fit(make_task(), stream, [FedKNOW(0.3)], participation=1, reductions=OWN, max_epochs=2)
+    trainer = fit(make_task(), stream, [FedKNOW(rho=0.3)], participation=1, reductions=OWN, max_epochs=2)
     for client in stream.plan.clients:
         memory = trainer.strategy.server.store[client]["FedKNOW"]
         owner = section(memory, "owner")["model.body.0.weight"]

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.episodic import labelled, past_tasks, remember_task, stratified
+from lightning_fcl.methods.episodic import finite_pairs, past_tasks, remember_task, stratified
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import project
 
@@ -132,7 +132,7 @@ def test_number_and_share():
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
     x, y = torch.randn(9, 2, 3), torch.arange(9)
-    assert all(left is right for left, right in zip(labelled([x, y]), (x, y), strict=True)) and not caplog.records
+    assert all(left is right for left, right in zip(finite_pairs([x, y]), (x, y), strict=True)) and not caplog.records
     x[4, 1, 2] = x[7, 0, 0] = number
     memory = remember_task({}, [x, y], ClientRound("a", 0), 1.0, generator())
     assert memory["y"].tolist() == [0, 1, 2, 3, 5, 6, 8] and torch.equal(memory["x"], x[memory["y"]])

@@ -271,8 +271,7 @@ def test_batches_without_labels_are_refused(samples, quiet):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     trainer = L.Trainer(max_epochs=1, callbacks=[MeanOutputLoss()], **quiet)
-    message = "Expected batches `[x, y]` for `MeanOutputLoss` but got none with labels. Return pairs."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(TypeError, match=r"^Expected batches `\[x, y\]` for `MeanOutputLoss` but got a Tensor"):
         trainer.fit(Unlabelled(), torch.utils.data.DataLoader(samples()[0], batch_size=8))
 
 
