@@ -1,7 +1,6 @@
 """BCN: both players' moves, and the same training by hand."""
 
 import copy
-import re
 from functools import partial
 
 import numpy as np
@@ -269,23 +268,3 @@ def test_what_it_cannot_work_with(fit, make_stream, make_task, samples, train):
                 train(task, [method], (x.long(), y))
         else:
             train(task, [method], (x.long(), y))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"beta": -1.0}, "Expected `beta` to be at least 0 but got -1.0."),
-        ({"eps": float("nan")}, "Expected `eps` to be at least 0 but got nan."),
-        ({"x_steps": -1}, "Expected `x_steps` to be at least 0 but got -1."),
-        ({"theta_steps": -1}, "Expected `theta_steps` to be at least 0 but got -1."),
-        ({"inner_lr": 0.0}, "Expected `inner_lr` to be above 0 but got 0.0."),
-        ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
-        (
-            {"max_size": 1.5},
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
-        ),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        BCN(**arguments)

@@ -403,26 +403,3 @@ def test_what_it_cannot_work_with(make_task, samples, train):
         train(make_task(), [GEM(), FedProx(0.1), AGEM()], samples())
     with pytest.raises(TypeError, match=r"Expected samples `\[x, y\]` to remember but got 3 parts"):
         remember_task({}, [1, 2, 3], ClientRound("a", 0), 1, generator())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GEM(margin=-1.0), "Expected `margin` to be at least 0 but got -1.0."),
-        (
-            lambda: GEM(0),
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.",
-        ),
-        (
-            lambda: AGEM(1.5),
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
-        ),
-        (
-            lambda: AGEM(batch_size=0),
-            "Expected `batch_size` to be at least 1 but got 0.",
-        ),
-    ],
-)
-def test_wrong_arguments(make, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        make()

@@ -119,8 +119,3 @@ def test_a_client_that_was_not_drawn_chooses_exemplars_if_it_has_taken_part(make
     memory = method.on_download(Client({}, dict(task.state_dict()), ClientRound("a", 0, num_classes=4)))
     ended = method.end_round(Client(memory, part=undrawn, module=task), task.state_dict(), data)
     assert len(ended["y"]) == 4 and not ended["seen"].any()
-
-
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="Expected `max_size` to be at least 1 but got 0"):
-        ICaRL(0)

@@ -343,19 +343,3 @@ def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples
     train(make_task(), [LVTMethod(gamma=0.0)], samples())
     with pytest.raises(ValueError, match="`LVTMethod` trains one client at a time"):
         fit(make_net(), make_stream(), [LVTMethod()], cohort_size=3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gamma": -1.0}, "Expected `gamma` to be at least 0 but got -1.0."),
-        ({"alpha": float("nan")}, "Expected `alpha` to be at least 0 but got nan."),
-        ({"beta": -0.5}, "Expected `beta` to be at least 0 but got -0.5."),
-        ({"rho": 0.0}, "Expected `rho` to be above 0 and at most 1 but got 0.0."),
-        ({"temperature": 0.0}, "Expected `temperature` to be above 0 but got 0.0."),
-        ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        LVTMethod(**arguments)
