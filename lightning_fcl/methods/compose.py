@@ -116,23 +116,23 @@ def epochs_of(methods: Sequence[Declaration], client_of: ClientOf, usual: int) -
     """A client's passes over its data in a round, as the first method says that has a say."""
     saying = [(method, method.local_epochs) for method in methods if isinstance(method, SetsEpochs)]
 
-    def of(part: ClientRound) -> int:
+    def local_epochs_in(part: ClientRound) -> int:
         said = (local_epochs(client_of(method, part)) for method, local_epochs in saying)
         return next((epochs for epochs in said if epochs is not None), usual)
 
-    return of if saying else usual
+    return local_epochs_in if saying else usual
 
 
 def rehearsed_by(methods: Sequence[Declaration], client_of: ClientOf) -> Callable[[ClientRound], Any] | None:
     """A client's remembered samples, nested as its batches are; None where no method has any."""
     rehearsing = [method for method in methods if overrides(method, "rehearse")]
 
-    def of(part: ClientRound) -> Any:
+    def remembered_by(part: ClientRound) -> Any:
         remembered = [method.rehearse(client_of(method, part)) for method in rehearsing if method.applies_to(part)]
         parts = [samples for samples in remembered if samples is not None]
         return joined(parts) if parts else []
 
-    return of if rehearsing else None
+    return remembered_by if rehearsing else None
 
 
 class Recalled:

@@ -15,7 +15,7 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.method import Method, padded, with_classes
+from lightning_fcl.methods.method import Method, masked, padded, with_classes
 from lightning_fcl.methods.step import Step
 
 
@@ -26,11 +26,6 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0
     """
     share = F.softmax(teacher / temperature, dim=-1)
     return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
-
-
-def masked(logits: Tensor, classes: Tensor) -> Tensor:
-    """Logits of some classes; the others' are far below, and not -inf: what they add to a loss is finite."""
-    return torch.where(classes, logits, -1e4)
 
 
 @dataclass(eq=False)

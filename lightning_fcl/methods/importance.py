@@ -89,13 +89,13 @@ def output_sensitivity(
 def mean_over_samples(
     module: nn.Module,
     objective: Callable[[Tensor, Tensor], Tensor],
-    of: Callable[[Tensor], Tensor],
+    measure: Callable[[Tensor], Tensor],
     state: Mapping[str, Tensor],
     x: Tensor,
     y: Tensor,
     names: Iterable[str] | None = None,
 ) -> State:
-    """Mean over samples of a function of the gradient of each sample's ``objective(output, y)``, by parameter."""
+    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``, by parameter."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
     rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
@@ -115,7 +115,7 @@ def mean_over_samples(
     with evaluating(module), isolate_rng():
         for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(x.device), chunk), strict=True):
             for name, value in sample_gradients(of_output, params, inputs, targets).items():
-                total[name] += of(value).sum(dim=0)
+                total[name] += measure(value).sum(dim=0)
     return {name: value / len(x) for name, value in total.items()}
 
 

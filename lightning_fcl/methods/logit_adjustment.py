@@ -18,8 +18,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.distillation import masked
-from lightning_fcl.methods.method import Method, padded
+from lightning_fcl.methods.method import Method, masked, padded
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 

@@ -15,8 +15,7 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.distillation import masked
-from lightning_fcl.methods.method import Method, padded, with_classes
+from lightning_fcl.methods.method import Method, masked, padded, with_classes
 from lightning_fcl.methods.step import Step
 
 Outputs = Literal["probabilities", "log-probabilities", "logits"]

@@ -72,7 +72,7 @@ class ReservoirTask(RidgeTask):
 
     def pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What the readout sees and should say: (steps, batch, N_R) and (steps, batch, outputs), block after block."""
-        targets = self.targets.of(y)
+        targets = self.targets.encode(y)
         per_step = targets.dim() == 3
         if per_step and self.features == "mean":
             raise ValueError('Expected a label for each sequence with `readout="mean"` but got one for each step.')

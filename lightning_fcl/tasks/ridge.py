@@ -80,7 +80,7 @@ class RidgeTask(Task):
 
     def pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What the readout sees and should say: (steps, batch, features) and (steps, batch, outputs), by blocks."""
-        targets = self.targets.of(y)
+        targets = self.targets.encode(y)
         for states in self.seen(x):
             yield states, targets.expand(len(states), *targets.shape)
 
@@ -154,7 +154,7 @@ class RidgeTask(Task):
         metric = self.val_metric if stage == "val" else self.test_metric
         x, y = batch
         for states, wanted in self.pairs(x, y):
-            metric.update(*self.targets.compared(self.readout(states), wanted))
+            metric.update(*self.targets.decode(self.readout(states), wanted))
         self.log(f"{stage}/{self.targets.quantity}", metric, batch_size=len(y))
 
     def configure_optimizers(self) -> Optimizer:

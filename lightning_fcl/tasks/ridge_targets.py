@@ -21,7 +21,7 @@ class OneHot:
         self.outputs = num_classes
         self.signed = signed
 
-    def of(self, y: Tensor) -> Tensor:
+    def encode(self, y: Tensor) -> Tensor:
         """What the readout should say of samples: (batch, outputs), or (batch, time, outputs) for every step."""
         if y.is_floating_point():
             raise ValueError(
@@ -44,7 +44,7 @@ class OneHot:
     def metric(self) -> Metric:
         return MulticlassAccuracy(self.outputs, average="micro")
 
-    def compared(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """What the metric compares: of outputs and targets, both of shape (..., outputs)."""
         return outputs.argmax(dim=-1).flatten(), wanted.argmax(dim=-1).flatten()
 
@@ -58,7 +58,7 @@ class Numbers:
         at_least(1, outputs=outputs)
         self.outputs = outputs
 
-    def of(self, y: Tensor) -> Tensor:
+    def encode(self, y: Tensor) -> Tensor:
         if y.dim() not in (2, 3) or y.shape[-1] != self.outputs:
             raise ValueError(
                 f"Expected targets of shape (batch, {self.outputs}), or (batch, time, {self.outputs}), but got "
@@ -74,7 +74,7 @@ class Numbers:
     def metric(self) -> Metric:
         return MeanSquaredError()
 
-    def compared(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.float().flatten(), wanted.float().flatten()
 
 

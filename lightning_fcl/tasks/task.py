@@ -42,10 +42,10 @@ class Task(Described, L.LightningModule):
         """
         read = partial(torch.load, map_location=map_location, weights_only=True)
         checkpoint = read_checkpoint(read, checkpoint_path)
-        told = checkpoint.get("hyper_parameters", {})
-        if not isinstance(told, Mapping):
-            raise ValueError(f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {told!r}.")
-        made = {key: rebuild(value, key) for key, value in told.items() if key not in arguments}
+        hparams = checkpoint.get("hyper_parameters", {})
+        if not isinstance(hparams, Mapping):
+            raise ValueError(f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {hparams!r}.")
+        made = {key: rebuild(value, key) for key, value in hparams.items() if key not in arguments}
         task = cls(**cast_arguments(cls, {**made, **arguments}, cls.__name__))
         task.on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]
@@ -122,8 +122,8 @@ class NetworkTask(Task):
         self._loss.samples += samples
 
     def on_train_epoch_end(self) -> None:
-        found = ranks_of(self.trainer).share((self._loss.total, self._loss.samples))
-        total, samples = (sum(column[1:], column[0]) for column in zip(*found, strict=True))
+        of_ranks = ranks_of(self.trainer).share((self._loss.total, self._loss.samples))
+        total, samples = (sum(column[1:], column[0]) for column in zip(*of_ranks, strict=True))
         if samples:
             self.log("train/loss", total / samples, batch_size=1)
         self._loss = _EpochLoss()

@@ -197,7 +197,7 @@ def test_a_margin_favours_past_tasks_where_one_is_violated(fit, monkeypatch, met
 
     monkeypatch.setattr(module, "project", watched)
     own = {"reductions": OWN, "local_epochs": 1}
-    fit(make_task(), make_stream(tasks=4), [method(0.2, margin=0.5, integrate_last=True)], **own)
+    fit(make_task(), make_stream(tasks=4), [method(rho=0.2, margin=0.5, integrate_last=True)], **own)
     assert {margin for *_, margin in rotations} == {0.5}
     turned = [(g, past, result) for g, past, result, _ in rotations if not torch.equal(g, result)]
     assert len(turned) > 5 and any(len(past) > 1 for _, past, _ in turned) and len(turned) < len(rotations)
