@@ -146,7 +146,7 @@ def remember_task(
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
     labels = y.cpu() if y.dim() == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
     chosen = stratified(labels, size, generator).to(y.device)
-    return with_task(memory, x[chosen], y[chosen], client_round.experience)
+    return with_task(memory, {"x": x[chosen], "y": y[chosen]}, client_round.experience)
 
 
 def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
@@ -163,13 +163,13 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def with_task(memory: Memory, x: Tensor, y: Tensor, task: int) -> Memory:
-    """The memory with samples in place of a task's earlier ones. See `remember_task`."""
-    new = {"x": x, "y": y, "task": torch.full((len(y),), task, device=y.device)}
+def with_task(memory: Memory, samples: Memory, task: int) -> Memory:
+    """The memory with samples, ``x``, ``y`` and what is known of each, in place of a task's earlier ones."""
+    device = samples["y"].device
+    new = {**samples, "task": torch.full((len(samples["y"]),), task, device=device)}
     if "task" in memory:
-        old = {name: memory[name].to(y.device) for name in new}
-        kept = old["task"] != task
-        new = {name: torch.cat([old[name][kept], value]) for name, value in new.items()}
+        kept = memory["task"].to(device) != task
+        new = {name: torch.cat([memory[name].to(device)[kept], value]) for name, value in new.items()}
     return {**memory, **new, "present": torch.tensor(task)}
 
 

@@ -93,7 +93,7 @@ class FedViT(FedRep):
         with torch.no_grad():
             loss = states_loss(module).sample_loss(predictions(module, own, x), y.to(module.device))
         kept = lowest_loss(loss, y, self.rho)
-        return with_task(memory, x[kept], y[kept], client.part.experience)
+        return with_task(memory, {"x": x[kept], "y": y[kept]}, client.part.experience)
 
     def known(self, memory: Memory) -> list[int]:
         """Numbers of the past tasks of which there is knowledge, ascending."""

@@ -18,7 +18,7 @@ from lightning_fcl.federation.protocol import MasksLogits
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.episodic import finite_pairs
+from lightning_fcl.methods.episodic import finite_pairs, with_task
 from lightning_fcl.methods.fedvit import lowest_loss
 from lightning_fcl.methods.functional import predictions, states_loss
 from lightning_fcl.methods.importance import mean_over_samples, summed
@@ -119,7 +119,7 @@ class LVTMethod(Method):
         return total + step.loss_of(memory["x"][drawn], memory["y"][drawn], loss=loss)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory, module, task = client.memory, client.module, client.part.experience
+        memory, module = client.memory, client.module
         if not client.part.last_round:
             return memory
         x, y = finite_pairs(data)
@@ -137,8 +137,4 @@ class LVTMethod(Method):
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)
         kept = lowest_loss(states_loss(module).sample_loss(logits, y), y, self.rho)
-        new = {"x": x[kept], "y": y[kept], "logits": logits[kept], "task": torch.full_like(y[kept], task)}
-        if "task" in memory:
-            others = (memory["task"] != task).to(y.device)
-            new = {name: torch.cat([memory[name].to(y.device)[others], value]) for name, value in new.items()}
-        return memory | new
+        return with_task(memory, {"x": x[kept], "y": y[kept], "logits": logits[kept]}, client.part.experience)
