@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.fed3r import Fed3R as Fed3R
     from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
     from lightning_fcl.methods.fedprox import FedProx as FedProx
-    from lightning_fcl.methods.fedrep import FedRep as FedRep
+    from lightning_fcl.methods.fedvit import FedRep as FedRep
     from lightning_fcl.methods.fedvit import FedViT as FedViT
     from lightning_fcl.methods.fedvit import LowestLoss as LowestLoss
     from lightning_fcl.methods.fedweit import FedWEIT as FedWEIT
-    from lightning_fcl.methods.icarl import ICaRL as ICaRL
     from lightning_fcl.methods.importance import EWC as EWC
     from lightning_fcl.methods.importance import MAS as MAS
     from lightning_fcl.methods.logit_adjustment import LogitAdjustment as LogitAdjustment
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity as IntrinsicPlasticity
     from lightning_fcl.methods.projection import flatten as flatten
     from lightning_fcl.methods.prototypes import FedProto as FedProto
+    from lightning_fcl.methods.prototypes import ICaRL as ICaRL
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.step import Step as Step
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning

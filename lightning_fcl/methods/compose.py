@@ -25,7 +25,7 @@ from lightning_fcl.methods.step import Step, matches
 from lightning_fcl.randomness import Keys, numbers
 
 if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
+    pass
 
 
 def methods_of(trainer: L.Trainer) -> list[Declaration]:
@@ -62,14 +62,10 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
         )
     if needs.loss:
         states_loss(module, f" for `{name}`")
-    if needs.federation:
-        federation = need_federation(trainer, name, needs.federation)
-        if needs.head:
-            check_head(federation, module, vars(method)["head"])
-
-
-def check_head(federation: Federation, module: L.LightningModule, head: str) -> None:
-    """Refuse a pattern of a head that is all of a module or none of it, or that does not stay with the clients."""
+    federation = need_federation(trainer, name, needs.federation) if needs.federation else None
+    if federation is None or not needs.head:
+        return
+    head: str = vars(method)["head"]
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     chosen = sorted(name for name in trainable if matches(name, head))
     if not chosen or len(chosen) == len(trainable):

@@ -284,15 +284,9 @@ def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
 
 
 def _by_matrix_products(rows: Tensor, last: Tensor) -> Matrix:
-    k, length = rows.shape
-    padded = -(-(k + 1) // 4) * 4  # fastest in whole registers: the last rows stay zero
-    products = torch.zeros(padded, padded, dtype=torch.float64, device=device_of(last))
-    wide = torch.zeros(padded, min(_MATRIX_PIECE, length), dtype=torch.float64, device=products.device)
-    for start in range(0, length, _MATRIX_PIECE):
-        size = min(_MATRIX_PIECE, length - start)
-        part = wide[:, :size]
-        part[:k].copy_(rows[:, start : start + size])
-        part[k].copy_(last[start : start + size])
-        products.addmm_(part, part.T)
-    result: Matrix = products[: k + 1, : k + 1].cpu().numpy()
+    products = torch.zeros(len(rows) + 1, len(rows) + 1, dtype=torch.float64, device=device_of(last))
+    for piece, end in zip(rows.split(_MATRIX_PIECE, dim=1), last.split(_MATRIX_PIECE), strict=True):
+        wide = torch.cat([_wide(piece), _wide(end)[None]])
+        products.addmm_(wide, wide.T)
+    result: Matrix = products.cpu().numpy()
     return result

@@ -197,13 +197,6 @@ def test_random_layers_and_running_statistics(make_task, samples, train):
 # Where it runs.
 
 
-def test_the_first_task_is_fine_tuning(make_task, samples, train, assert_same):
-    plain, fine = make_task(), make_task()
-    train(plain, [BCN(1.0)], samples(), epochs=3)
-    train(fine, [], samples(), epochs=3)
-    assert_same(plain, fine, 0)
-
-
 @pytest.mark.seconds
 def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):
     assert_fine_tunes_without(partial(BCN, 1.0))
@@ -225,12 +218,6 @@ def test_every_client_remembers_every_task(fit, make_stream, make_task):
     trainer = fit(make_task(), make_stream(rounds_per_experience=1), [BCN(0.2)], participation=1)
     for client in "012":
         assert trainer.strategy.server.store[client]["BCN"]["task"].unique().tolist() == [0, 1]
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, store):
-    assert_resumes(make_task, partial(BCN, 0.3), client_store=store)
 
 
 @pytest.mark.seconds

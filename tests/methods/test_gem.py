@@ -181,20 +181,6 @@ def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
 # What becomes of the gradient.
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize("method", METHODS)
-def test_the_first_task_is_fine_tuning(fit, make_stream, make_task, samples, train, assert_same, method):
-    plain, fine = make_task(), make_task()
-    train(plain, [METHODS[method]()], samples(), epochs=3)
-    train(fine, [], samples(), epochs=3)
-    assert_same(plain, fine, 0)
-    stream = {"experiences": 1, "rounds_per_experience": 3, "clients": 3}
-    together, fine = make_task(), make_task()
-    fit(together, make_stream(**stream), [METHODS[method]()], cohort_size=1)
-    fit(fine, make_stream(**stream), cohort_size=1)
-    assert_same(together, fine, 0)
-
-
 @pytest.mark.parametrize("margin", [0.0, 0.5])
 def test_no_past_task_is_contradicted(make_task, samples, train, margin):
     method, task = GEM(0.5, margin), make_task()
@@ -349,13 +335,6 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, ass
     fit(fine, make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80))
     with pytest.raises(AssertionError):
         assert_same(fine, tasks[0], 1e-3)
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("method", [lambda: GEM(0.3), lambda: AGEM(5, batch_size=3)])
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, store, method):
-    assert_resumes(make_task, method, client_store=store)
 
 
 def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):

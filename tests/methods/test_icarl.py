@@ -10,7 +10,7 @@ from lightning_fcl.callbacks import ICaRL, LwF, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.icarl import herd
+from lightning_fcl.methods.prototypes import herd
 from lightning_fcl.models import MLP
 
 

@@ -226,13 +226,6 @@ def test_without_weights_it_is_fine_tuning(fit, make_stream, make_net, assert_sa
         assert_same(used, fine, 1e-3)
 
 
-def test_the_first_task_is_fine_tuning(make_net, samples, train, assert_same):
-    plain, fine = make_net(), make_net()
-    train(plain, [LVTMethod(9.0, 9.0, 9.0)], samples(), epochs=3)
-    train(fine, [], samples(), epochs=3)
-    assert_same(plain, fine, 0)
-
-
 def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
     drawn, randperm, (first, second) = [], torch.randperm, (samples([0, 1]), samples([2, 3], seed=1))
 
@@ -284,12 +277,6 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
         expected = 3 * sum(float((memory[f"gradient.{name}"] * by).abs().sum()) for name, by in moved.items())
         assert value == pytest.approx(expected, rel=1e-5)
     assert all(f"gradient.{name}" in trainer.strategy.server.store["0"]["Look"] for name in KEYS)
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_net, store):
-    assert_resumes(make_net, LVTMethod, client_store=store)
 
 
 @pytest.mark.seconds
