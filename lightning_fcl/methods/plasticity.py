@@ -89,8 +89,9 @@ class IntrinsicPlasticity(Method):
                 "Expected clients that pass from experience to experience in the same rounds for `IntrinsicPlasticity` "
                 f'but those of the scenario "{stream.scenario}" do not. Use another `scenario`.'
             )
-        experiences = None if stream is None else next(iter(stream.plan.experiences.values()))
-        if trainer.max_epochs == 1 if experiences is None else len(set(experiences)) == len(experiences):
+        numbers = next(iter(stream.plan.experiences.values())) if stream is not None else ()
+        adapts = len(set(numbers)) < len(numbers) if numbers else trainer.max_epochs != 1
+        if not adapts:
             raise ValueError(
                 "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, the "
                 "readout's: nothing would adapt. Raise `rounds_per_experience` and `max_epochs`."

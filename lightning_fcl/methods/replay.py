@@ -163,11 +163,17 @@ class Replay(Method):
             new = {name: torch.cat([memory[name], value]) for name, value in new.items()}
         places: Memory = {name: memory[name].cpu() for name in ("priority", "group") if name in memory}
         labels = new["class"] if "class" in new else new["y"]
+        names = [name for name in new if name.startswith(_SAMPLE)]
+
+        def sample(index: int) -> Any:
+            named = {name.removeprefix(_SAMPLE): new[name][index] for name in names}
+            return named or new["x"][index]
+
         with self._holding(client, own) as model:
             chosen, order = select(
                 self._buffer(),
                 size,
-                _Whole(lambda index: _nested(new, index), labels.cpu(), new["task"].cpu()),
+                _Whole(sample, labels.cpu(), new["task"].cpu()),
                 places,
                 Agent(self.buffer, model, part.experience),
                 client.generator,
@@ -205,11 +211,6 @@ def _entries(data: Batch) -> Memory:
     if len(data) != 2:
         raise TypeError(f"Expected samples `[x, y]` for `Replay` but got {len(data)} parts. Return pairs instead.")
     return {"x": data[0], "y": data[1]}
-
-
-def _nested(entries: Memory, index: int) -> Any:
-    names = [name for name in entries if name.startswith(_SAMPLE)]
-    return {name.removeprefix(_SAMPLE): entries[name][index] for name in names} if names else entries["x"][index]
 
 
 def _are_classes(y: Tensor | None) -> bool:
