@@ -285,7 +285,8 @@ def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
 
 def _by_matrix_products(rows: Tensor, last: Tensor) -> Matrix:
     products = torch.zeros(len(rows) + 1, len(rows) + 1, dtype=torch.float64, device=device_of(last))
-    for piece, end in zip(rows.split(_MATRIX_PIECE, dim=1), last.split(_MATRIX_PIECE), strict=True):
+    pieces = zip(torch.split(rows, _MATRIX_PIECE, dim=1), torch.split(last, _MATRIX_PIECE), strict=True)
+    for piece, end in pieces:
         wide = torch.cat([_wide(piece), _wide(end)[None]])
         products.addmm_(wide, wide.T)
     result: Matrix = products.cpu().numpy()
