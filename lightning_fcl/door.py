@@ -6,7 +6,7 @@ import ast
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import LazyLoader
@@ -17,12 +17,15 @@ from types import ModuleType, SimpleNamespace
 WITH_AVALANCHE = ("GPUtil", "gdown", "qpsolvers", "wandb")
 
 
-def lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, but: Collection[str] = ()
+) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a package that imports its public names when they are asked for.
 
-    The names are those that its file imports as themselves for type checkers, or with ``*`` from another such package.
+    The names are those that its file imports as themselves for type checkers, or with ``*`` from another such package,
+    ``but`` some.
     """
-    homes = _homes(package)
+    homes = {name: home for name, home in _homes(package).items() if name not in but}
 
     def getattribute(name: str) -> object:
         if name not in homes:

@@ -104,14 +104,6 @@ class TakesGradients(Protocol):
 
 
 @runtime_checkable
-class TakesAlike(Protocol):
-    """A local trainer whose batches are stacked and never padded: lists of `lightning_fcl.data.batches.Alike`."""
-
-    alike: bool
-    """Whether it is one."""
-
-
-@runtime_checkable
 class BringsLocalTrainer(Speaks, Protocol):
     """A module whose clients train in a way of their own."""
 

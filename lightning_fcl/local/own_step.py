@@ -47,7 +47,7 @@ class StepTrainer:
         randomness: What random layers do that draw by no key: see `torch.func.vmap`.
     """
 
-    stacked = alike = True
+    stacked = True
 
     def __init__(
         self,

@@ -22,10 +22,10 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
 from lightning_fcl.methods.client import Client, section
+from lightning_fcl.methods.compose import Recalled
 from lightning_fcl.methods.declaration import Declaration, Uploads, client_of
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness
-from lightning_fcl.methods.recalls import Recalled
 from lightning_fcl.randomness import Keys, keys_of, numbers
 
 

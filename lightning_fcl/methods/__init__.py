@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.client import Client as Client
     from lightning_fcl.methods.client import remember as remember
     from lightning_fcl.methods.client import section as section
+    from lightning_fcl.methods.declaration import Needs as Needs
     from lightning_fcl.methods.derpp import DERpp as DERpp
     from lightning_fcl.methods.distillation import FLwF as FLwF
     from lightning_fcl.methods.distillation import FLwF2T as FLwF2T
     from lightning_fcl.methods.distillation import LwF as LwF
     from lightning_fcl.methods.dytox import DyToxTraining as DyToxTraining
+    from lightning_fcl.methods.episodic import AGEM as AGEM
+    from lightning_fcl.methods.episodic import GEM as GEM
     from lightning_fcl.methods.fed3r import Fed3R as Fed3R
     from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
-    from lightning_fcl.methods.fedproto import FedProto as FedProto
     from lightning_fcl.methods.fedprox import FedProx as FedProx
-    from lightning_fcl.methods.fedrep import FedRep as FedRep
+    from lightning_fcl.methods.fedvit import FedRep as FedRep
     from lightning_fcl.methods.fedvit import FedViT as FedViT
     from lightning_fcl.methods.fedvit import LowestLoss as LowestLoss
     from lightning_fcl.methods.fedweit import FedWEIT as FedWEIT
-    from lightning_fcl.methods.gem import AGEM as AGEM
-    from lightning_fcl.methods.gem import GEM as GEM
-    from lightning_fcl.methods.icarl import ICaRL as ICaRL
     from lightning_fcl.methods.importance import EWC as EWC
     from lightning_fcl.methods.importance import MAS as MAS
     from lightning_fcl.methods.logit_adjustment import LogitAdjustment as LogitAdjustment
     from lightning_fcl.methods.lvt import LVTMethod as LVTMethod
     from lightning_fcl.methods.mean_output import MeanOutputLoss as MeanOutputLoss
     from lightning_fcl.methods.method import Method as Method
-    from lightning_fcl.methods.needs import Needs as Needs
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity as IntrinsicPlasticity
     from lightning_fcl.methods.projection import flatten as flatten
+    from lightning_fcl.methods.prototypes import FedProto as FedProto
+    from lightning_fcl.methods.prototypes import ICaRL as ICaRL
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.step import Step as Step
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning

@@ -24,9 +24,9 @@ from lightning_fcl.federation.optimizer_state import (
 )
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import gradient_of, step_along
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import flatten
 from lightning_fcl.methods.step import stepped_by
 
@@ -83,13 +83,12 @@ class APFL(Method):
         self._keeps = federation is not None and federation.strategy.keep_optimizer
 
     def on_download(self, client: Client) -> Memory:
-        memory = client.memory
         if not client.active:
-            return memory
-        own = {**client.server, **section(memory, "v")}
+            return client.memory
+        own = {**client.server, **section(client.memory, "v")}
         begun = remember({name: own[name] for name in self._trainable}, "v")
-        alpha = memory.get("alpha", torch.tensor(float(self.alpha0)))
-        return {**memory, **begun, "alpha": alpha.clone()}
+        alpha = client.memory.get("alpha", torch.tensor(float(self.alpha0)))
+        return {**client.memory, **begun, "alpha": alpha.clone()}
 
     def begin(self, client: Client) -> None:
         self._personal, self._optimizer = {}, None
@@ -102,7 +101,7 @@ class APFL(Method):
             self._optimizer = self._begun(client, optimizer)
         own = {name: self._personal[name].detach() for name in shared}
         alpha = client.memory["alpha"]
-        gradient = gradient_of(pl_module, shared)(client.batch[0], client.batch[1], mix(own, shared, alpha))
+        gradient = gradient_of(pl_module, shared)(*client.batch, mix(own, shared, alpha))
         if not torch.isfinite(gradient.sum()):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.episodic import Episodic, past_tasks
+from lightning_fcl.methods.episodic import Episodic, past_samples, past_tasks
 from lightning_fcl.methods.step import Step
 
 
@@ -24,8 +24,8 @@ def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, st
     """
     moved = x
     for _ in range(steps):
-        way = moved + eps * F.normalize(gradient(moved), dim=1) - x
-        moved = x + way * (eps / way.norm(dim=1, keepdim=True).clamp(min=eps))
+        change = moved + eps * F.normalize(gradient(moved), dim=1) - x
+        moved = x + change * (eps / change.norm(dim=1, keepdim=True).clamp(min=eps))
     return moved
 
 
@@ -90,23 +90,19 @@ class BCN(Episodic):
         return self.beta if past_tasks(client.memory) else 1.0
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        tasks = past_tasks(client.memory)
-        if not tasks:
+        past = past_samples(client.memory)
+        if past is None:
             return 0.0
-        x, y = self._drawn(tasks, step)
-        total = present = _loss(step, x, y)
+        assert step.y is not None  # as it needs labels
+        pool = [torch.cat([old.to(new.device), new]) for old, new in zip(past, (step.x, step.y), strict=True)]
+        drawn = torch.randint(len(pool[1]), (self.batch_size,))
+        x, y = (part[drawn.to(part.device)] for part in pool)
+        total = present = step.loss_of(x, y)
         if self.eps > 0 and self.x_steps > 0:
-            total = total + _loss(step, self._worst(step, x, y), y) - present
+            total = total + step.loss_of(self._worst(step, x, y), y) - present
         if self.theta_steps > 0:
-            total = total + _loss(step, x, y, self._balanced(step, x, y)) - present
+            total = total + step.loss_of(x, y, self._balanced(step, x, y)) - present
         return total
-
-    def _drawn(self, tasks: Sequence[tuple[Tensor, Tensor]], step: Step) -> tuple[Tensor, Tensor]:
-        assert step.y is not None  # as `needs_labels` has it
-        pool = zip(*tasks, (step.x, step.y), strict=True)
-        x, y = (torch.cat([part.to(step.y.device) for part in column]) for column in pool)
-        drawn = torch.randint(len(y), (self.batch_size,)).to(y.device)
-        return x[drawn], y[drawn]
 
     def _worst(self, step: Step, x: Tensor, y: Tensor) -> Tensor:
         if not x.is_floating_point():
@@ -117,7 +113,7 @@ class BCN(Episodic):
 
         def gradient(moved: Tensor) -> Tensor:
             moved = moved.detach().requires_grad_()
-            return torch.autograd.grad(_loss(step, moved, y, fixed), moved)[0]
+            return torch.autograd.grad(step.loss_of(moved, y, fixed), moved)[0]
 
         return worst_inputs(x, gradient, self.eps, self.x_steps)
 
@@ -126,11 +122,7 @@ class BCN(Episodic):
 
         def gradient(state: State) -> Sequence[Tensor]:
             leaves = {name: value.detach().requires_grad_() for name, value in state.items()}
-            return torch.autograd.grad(_loss(step, x, y, leaves), list(leaves.values()), materialize_grads=True)
+            return torch.autograd.grad(step.loss_of(x, y, leaves), list(leaves.values()), materialize_grads=True)
 
         moved = descended(step.params, gradient, self.inner_lr, self.theta_steps)
         return {name: value + (moved[name] - value).detach() for name, value in step.params.items()}
-
-
-def _loss(step: Step, x: Tensor, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
-    return step.loss_of(x, y, params)

@@ -1,22 +1,31 @@
-"""How the methods of a Trainer go together: one rule for one client at a time and for many side by side."""
+"""How the methods of a Trainer go together, one client at a time and side by side, and what they need around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.aggregation import reductions_of
+from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.declaration import Declaration, Predicts, SetsEpochs, TrainsParts, overrides
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.declaration import Declaration, Predicts, Recalls, SetsEpochs, TrainsParts, overrides
+from lightning_fcl.methods.functional import states_loss
+from lightning_fcl.methods.step import Step, matches
+from lightning_fcl.randomness import Keys, numbers
+
+if TYPE_CHECKING:
+    pass
 
 
 def methods_of(trainer: L.Trainer) -> list[Declaration]:
@@ -40,6 +49,36 @@ def check_compatible(methods: Sequence[Declaration]) -> None:
         if names.count(name) > 1:
             raise ValueError(
                 f"Expected each method once but got `{name}` {names.count(name)} times. Remove the others."
+            )
+
+
+def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Refuse, before a fit, what a method cannot work with."""
+    name, needs = type(method).__name__, method.needs
+    if str(trainer.precision).startswith("16") and trainer.scaler is not None:
+        raise ValueError(
+            f'Expected a Trainer without loss scaling for `{name}` but got `precision="{trainer.precision}"`. Use '
+            '"bf16-mixed" or "32-true".'
+        )
+    if needs.loss:
+        states_loss(module, f" for `{name}`")
+    federation = need_federation(trainer, name, needs.federation) if needs.federation else None
+    if federation is None or not needs.head:
+        return
+    head: str = vars(method)["head"]
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    chosen = sorted(name for name in trainable if matches(name, head))
+    if not chosen or len(chosen) == len(trainable):
+        raise ValueError(
+            f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(chosen)} of "
+            f"{len(trainable)}: {', '.join(sorted(trainable)[:3])}, ..."
+        )
+    reductions = reductions_of(module, federation.strategy.rules)
+    for name in chosen:
+        if not reductions[name].own:
+            raise ValueError(
+                f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}". '
+                f'Give the strategy `reductions={{"{head}": "none"}}`.'
             )
 
 
@@ -73,23 +112,62 @@ def epochs_of(methods: Sequence[Declaration], client_of: ClientOf, usual: int) -
     """A client's passes over its data in a round, as the first method says that has a say."""
     saying = [(method, method.local_epochs) for method in methods if isinstance(method, SetsEpochs)]
 
-    def of(part: ClientRound) -> int:
+    def local_epochs_in(part: ClientRound) -> int:
         said = (local_epochs(client_of(method, part)) for method, local_epochs in saying)
         return next((epochs for epochs in said if epochs is not None), usual)
 
-    return of if saying else usual
+    return local_epochs_in if saying else usual
 
 
 def rehearsed_by(methods: Sequence[Declaration], client_of: ClientOf) -> Callable[[ClientRound], Any] | None:
     """A client's remembered samples, nested as its batches are; None where no method has any."""
     rehearsing = [method for method in methods if overrides(method, "rehearse")]
 
-    def of(part: ClientRound) -> Any:
+    def remembered_by(part: ClientRound) -> Any:
         remembered = [method.rehearse(client_of(method, part)) for method in rehearsing if method.applies_to(part)]
         parts = [samples for samples in remembered if samples is not None]
         return joined(parts) if parts else []
 
-    return of if rehearsing else None
+    return remembered_by if rehearsing else None
+
+
+class Recalled:
+    """Draws the remembered samples of each step, for methods that recall some: the same one by one and in cohorts."""
+
+    def __init__(
+        self,
+        methods: Sequence[Declaration] = (),
+        clients: Sequence[Sequence[Client]] = (),
+        keys: Callable[[str], Keys] | None = None,
+    ) -> None:
+        self.pools: dict[str, list[Mapping[str, Tensor]]] = {}
+        self._keys: dict[str, Keys] = {}
+        self._sizes: dict[str, int] = {}
+        self._drawn: Counter[str] = Counter()
+        for i, method in enumerate(methods):
+            if keys is not None and isinstance(method, Recalls):
+                self.pools[method.section] = [method.recall(each[i]) for each in clients]
+                self._keys[method.section] = keys(method.section)
+                self._sizes[method.section] = method.recall_size
+
+    def draw(self, section: str) -> list[dict[str, Tensor]]:
+        """For each client the samples of its next step, by name; none where nothing is remembered yet."""
+        pools, size = self.pools[section], self._sizes[section]
+        counts = np.array([min((len(values) for values in pool.values()), default=0) for pool in pools])
+        drawn = numbers(self._keys[section], size, start=self._drawn[section] * size)
+        self._drawn[section] += 1
+        rows = torch.from_numpy((drawn % np.maximum(counts, 1).astype(np.uint64)[:, None]).astype(np.int64))
+        return [
+            {name: values[row.to(values.device)] for name, values in pool.items()} if count else {}
+            for pool, row, count in zip(pools, rows, counts, strict=True)
+        ]
+
+    def step(self, method: Declaration, step: Step) -> Step:
+        """A step of the only client with the samples of a method."""
+        if method.section not in self.pools:
+            return step
+        (drawn,) = self.draw(method.section)
+        return replace(step, recalled=drawn, recalled_weight=float(bool(drawn)))
 
 
 @contextmanager

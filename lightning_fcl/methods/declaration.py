@@ -10,6 +10,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import window
@@ -19,11 +20,37 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import GradientOf
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Pattern, Step, is_labelled
-from lightning_fcl.randomness import Keys
+from lightning_fcl.randomness import global_seed, keys_of
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method cannot work without.
+
+    Args:
+        labels: Batches are pairs ``[x, y]``.
+        dicts: They may also be dicts of tensors, in a federation.
+        logits: The module's output are logits of classes.
+        loss: The module states the loss of samples apart from its training step.
+        samples: `Method.end_round` and `Method.contribute` look at the round's samples.
+        federation: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
+        head: Entries that match the method's argument ``head`` stay with the clients, in a federation.
+
+    Example:
+        >>> Needs(labels=True, federation="it has no clients").samples
+        False
+    """
+
+    labels: bool = False
+    dicts: bool = False
+    logits: bool = False
+    loss: bool = False
+    samples: bool = False
+    federation: str = ""
+    head: bool = False
 
 
 @dataclass(eq=False, init=False)
@@ -116,12 +143,15 @@ class Declaration:
         """Remembered samples ``(x, y)``, or dicts as batches are, to train on together with the round's data."""
         return None
 
-    def mix(self, client: Client, batch_idx: int, key: Keys) -> None:
-        """Join remembered samples to ``client.batch``, in place, in a plain Trainer, whose epochs are not planned.
+    def mix(self, client: Client, batch_idx: int) -> None:
+        """Change ``client.batch`` in place before a step, of a method that rehearses.
 
-        As many as the batch has, at random: each is there once before any is there again. See `window`.
+        In a plain Trainer, whose epochs are not planned, remembered samples join it: as many as it has, at random, each
+        once before any comes again.
         """
-        batch = client.batch
+        if client.federation is not None:
+            return
+        batch, trainer = client.batch, client.module.trainer
         if not (isinstance(batch, list) and is_labelled(batch)):
             raise TypeError(
                 f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(self).__name__}` but "
@@ -132,6 +162,9 @@ class Declaration:
             return
         number = len(remembered[1])
         size = min(number, len(batch[1]))
+        stream = stream_of(trainer)
+        seed = global_seed() if stream is None else stream.seed
+        key = keys_of(seed, ["local"], self.fits, trainer.current_epoch, self.section, "rehearse")
         picked = torch.from_numpy(window(key, number, size, batch_idx * size))
         for position, value in enumerate(remembered):
             batch[position] = torch.cat([batch[position], value[picked].to(batch[position].device)])
@@ -149,6 +182,9 @@ class Declaration:
             data: The client's samples of the round, stacked; None where the method does not need them.
         """
         return client.memory
+
+    def leave(self, module: L.LightningModule) -> None:
+        """The fit has ended, or failed: undo what the method has changed in the module."""
 
     # What the method keeps on the server.
 

@@ -15,10 +15,10 @@ from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.episodic import labelled
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import predictions
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Step
 
 
@@ -71,7 +71,7 @@ class DERpp(Method):
         return step.recalled_weight * (self.alpha * distance + self.beta * step.loss_of(second, y))
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        x, y = labelled(data)
+        x, y = finite_pairs(data)
         lots = torch.rand(len(y), generator=client.generator).to(x.device)
         new = {"x": x, "y": y, "logits": predictions(client.module, own, x).to(x.device), "lot": lots}
         if client.memory:

@@ -14,14 +14,18 @@ from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.method import Method, padded, with_classes
-from lightning_fcl.methods.needs import Needs
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.method import Method, masked, padded, with_classes
 from lightning_fcl.methods.step import Step
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
-    """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015)."""
-    return -(F.softmax(teacher / temperature, dim=-1) * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
+    """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015).
+
+    Classes whose logits are -inf count for nothing.
+    """
+    share = F.softmax(teacher / temperature, dim=-1)
+    return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
 
 
 @dataclass(eq=False)
@@ -154,8 +158,7 @@ class LwF(Method):
             return 0.0
         old = padded(client.memory["old"], step.output.shape[-1]).to(step.output.device)
         teacher = step.predict(section(client.memory, "teacher"), step.x)
-        # A large negative number, not -inf: without old classes the loss is then finite, and weighs nothing.
-        student, teacher = (torch.where(old, logits, -1e4) for logits in (step.output, teacher))
+        student, teacher = masked(step.output, old), masked(teacher, old)
         loss = step.mean(distillation_loss(student, teacher, self.temperature))
         return self.strength * loss * old.any()
 

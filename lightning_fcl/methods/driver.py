@@ -24,15 +24,13 @@ from lightning_fcl.federation.aggregation import Aggregator, declare, entries
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.federation.record import DIVERGED
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.compose import check_compatible, compose, methods_of, predicting
+from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, TrainsParts, overrides, shapes_loss
 from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
-from lightning_fcl.methods.needs import check_needs
 from lightning_fcl.methods.projection import flatten, unflatten
-from lightning_fcl.methods.recalls import Recalled
 from lightning_fcl.methods.step import Freezer, Step, is_labelled, stepped_by, without_call
 from lightning_fcl.methods.trial import why_no_logits, why_not_logits
-from lightning_fcl.randomness import Keys, global_seed, keys_of
+from lightning_fcl.randomness import keys_of
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
@@ -87,18 +85,17 @@ class MethodDriver(Callback):
             method.client = None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._leave(pl_module)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._leave(pl_module)
-
-    def _leave(self, module: nn.Module) -> None:
-        self._freezer.train(module, None)
+        self._freezer.train(pl_module, None)
         self._freezer = Freezer()
         self._rule.close()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        for method in self.methods:
+            method.leave(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.on_fit_end(trainer, pl_module)
 
     # Evaluation.
 
@@ -141,18 +138,23 @@ class MethodDriver(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         for method in () if _side_by_side(self._federation) else self.methods:
-            _check_labels(method, batch)
+            accepts = is_labelled(batch) or (method.needs.dicts and isinstance(batch, dict))
+            if method.needs.labels and not accepts:
+                length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+                raise TypeError(
+                    f"Expected batches `[x, y]` for `{type(method).__name__}` but got a {type(batch).__name__}"
+                    f"{length}. Return a pair from your dataset."
+                )
         epoch = self._federation.round.local_epoch if self._federation is not None else 0
         for client in self._clients:
             client.batch, client.local_epoch = batch, epoch
-        if self._federation is None:
-            if is_labelled(batch):
-                # Only some methods look at the samples again.
-                keeps = any(method.needs.samples for method in self.methods)
-                self._seen.append((batch[0] if keeps else None, batch[1]))
-            for method, client in self._active():
-                if overrides(method, "rehearse"):
-                    method.mix(client, batch_idx, _key_of(trainer, method))
+        if self._federation is None and is_labelled(batch):
+            # Only some methods look at the samples again.
+            keeps = any(method.needs.samples for method in self.methods)
+            self._seen.append((batch[0] if keeps else None, batch[1]))
+        for method, client in self._active():
+            if overrides(method, "rehearse"):
+                method.mix(client, batch_idx)
         parts = [method.trains(client) for method, client in self._active() if isinstance(method, TrainsParts)]
         self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
         if self._hook is None:
@@ -210,10 +212,8 @@ class MethodDriver(Callback):
                 continue
             params = stepped_by(optimizer, pl_module)
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
-            if not params:
-                continue
-            gradient = flatten(gradients)
-            if not torch.isfinite(gradient.sum()):
+            gradient = flatten(gradients) if gradients else None
+            if gradient is None or not torch.isfinite(gradient.sum()):
                 continue  # a client that diverges is the federation's to refuse
             projected = method.project(client, gradient, gradient_of(pl_module, params))
             if projected is not gradient:
@@ -268,22 +268,6 @@ class MethodDriver(Callback):
 def _side_by_side(federation: Federation | None) -> bool:
     """Whether several clients train, whose trainer runs the methods."""
     return federation is not None and federation.round.client_round is None
-
-
-def _key_of(trainer: L.Trainer, method: Declaration) -> Keys:
-    """What the remembered samples depend on that a plain Trainer's epoch joins to its batches."""
-    stream = stream_of(trainer)
-    seed = global_seed() if stream is None else stream.seed
-    return keys_of(seed, ["local"], method.fits, trainer.current_epoch, method.section, "rehearse")
-
-
-def _check_labels(method: Declaration, batch: Batch) -> None:
-    if method.needs.labels and not is_labelled(batch) and not (method.needs.dicts and isinstance(batch, dict)):
-        length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
-        raise TypeError(
-            f"Expected batches `[x, y]` for `{type(method).__name__}` but got a {type(batch).__name__}{length}. "
-            "Return a pair from your dataset."
-        )
 
 
 def _refuse_output(method: Declaration, module: L.LightningModule, why: str) -> NoReturn:

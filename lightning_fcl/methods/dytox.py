@@ -14,25 +14,21 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.episodic import at_task, balanced, knows_task, memory_size, past_tasks, remember_task
+from lightning_fcl.methods.episodic import Episodic, balanced, knows_task, memory_size, past_samples, remember_task
 from lightning_fcl.methods.functional import states_loss
-from lightning_fcl.methods.method import Method, with_classes
-from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.step import Pattern, Step, is_labelled
+from lightning_fcl.methods.method import masked, with_classes
+from lightning_fcl.methods.step import Pattern, Step
 from lightning_fcl.models.dytox import DyTox
-from lightning_fcl.randomness import Keys, seed_of
-
-_NEVER = -1e4  # the logit of a class that is not looked at: not -inf, which times 0 is no number
+from lightning_fcl.randomness import seed_of
 
 
 @dataclass(eq=False)
-class DyToxTraining(Method):
+class DyToxTraining(Episodic):
     """Every step: trains `DyTox` on a new task, its token and its head (Douillard et al. 2022, sections 3.3 and 4.1).
 
     ``(1 - a) * task loss + a * distillation + divergence * divergence loss``, from the second task of a client on:
@@ -72,8 +68,6 @@ class DyToxTraining(Method):
     """
 
     vectorizable: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(loss=True)
-    ends_undrawn: ClassVar[bool] = True
 
     max_size: int | float = 0.1
     distillation: float | Literal["auto"] = "auto"
@@ -90,76 +84,39 @@ class DyToxTraining(Method):
         at_least(0, distillation=0 if isinstance(self.distillation, str) else self.distillation)
         self._present: int | None = None  # the task whose parameters alone learn; None: all learn
         self._tuning = False
+        self._pool: tuple[Tensor, Tensor] | None = None  # what tuning is on
+        self._drawn = 0
         self._embedded: Tensor | None = None
         self._tap: RemovableHandle | None = None
-        self._pool: tuple[Tensor, Tensor] | None = None
-        self._drawn = 0
-
-    def local_epochs(self, client: Client) -> int | None:
-        usual = _local_epochs(client)
-        return usual + self.balanced_epochs if client.active and self._tunes(client.part) else None
-
-    def _tunes(self, part: ClientRound) -> bool:
-        return bool(self.max_size and self.balanced_epochs) and part.last_round and part.experience > 0
-
-    def on_download(self, client: Client) -> Memory:
-        return at_task(client.memory, client.part)
-
-    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        tasks = past_tasks(client.memory)
-        x, y = ([task[part] for task in tasks] for part in (0, 1))
-        return (torch.cat(x), torch.cat(y)) if tasks else None
-
-    def penalty(self, client: Client, step: Step) -> Tensor | float:
-        if self._tuning or self._present is None or "old" not in client.memory:
-            return 0.0
-        assert step.y is not None  # as it needs labels
-        model, y = net_of(client.module), step.y
-        classes = torch.arange(len(model.position), device=model.position.device)
-        present = model.task_of(classes) == self._present
-        old = client.memory["old"].to(present.device) & ~present
-        if not old.any():
-            return 0.0  # the only past task has come back
-        total: Tensor | float = 0.0
-        if self.distillation:
-            teacher = step.predict(section(client.memory, "teacher"), step.x)
-            student, teacher = (torch.where(old, logits, _NEVER) for logits in (step.output, teacher))
-            loss = self.temperature**2 * distillation_loss(student, teacher, self.temperature)
-            share: Tensor | float = old.sum() / (old | present).sum()
-            if isinstance(self.distillation, str):
-                loss = loss - states_loss(client.module).sample_loss(step.output, y)
-            else:
-                share = float(self.distillation)
-            total = share * step.mean(loss)
-        if self.divergence:
-            assert self._embedded is not None  # a step has come through the decoder
-            logits = model.divergence[self._present](self._embedded[:, self._present])
-            targets = torch.where(present[y], model.position[y] - sum(model.sizes[: self._present]) + 1, 0)
-            total = total + self.divergence * step.mean(F.cross_entropy(logits, targets, reduction="none"))
-        return total
-
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory, part = client.memory, client.part
-        if not part.drawn and not client.active:
-            return memory
-        if self.max_size and (part.drawn or not knows_task(memory, part.experience)):
-            memory = remember_task(memory, data, part, self.max_size, client.generator)
-        if not part.last_round:
-            return memory
-        # The present task is a past one now: a round's samples are gathered before it begins.
-        model = net_of(client.module)
-        block = torch.tensor(model.blocks[_block_of(model, part.labels, part.client)])
-        old = memory.get("old", torch.zeros(len(model.position), dtype=torch.bool))
-        memory = {**memory, "old": with_classes(old, block.to(old.device)), "present": torch.tensor(-1)}
-        return memory | remember(own, "teacher") if self.distillation else memory
-
-    # Where it meets the model.
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         model, stream = net_of(pl_module), stream_of(trainer)
+        if stream is not None and not stream.plan.common_tasks:
+            raise ValueError(
+                f"Expected a stream that tells tasks of classes, the same for all clients, for `DyToxTraining` but got "
+                f'{stream}. Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.'
+            )
         if stream is not None:
-            model.assign(_told(stream))
+            model.assign(stream.plan.common_tasks)
         self._tap = model.decoder.register_forward_hook(self._see)
+
+    def leave(self, module: L.LightningModule) -> None:
+        if self._tap is not None:
+            self._tap.remove()
+        self._tap = self._embedded = self._pool = None
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the task's loss has seen, so that the divergence needs no second pass; not the teacher's."""
+        if module.training and torch.is_grad_enabled() and self._embedded is None:
+            self._embedded = output
+
+    # The stages of a task: all of it learns, then its token and heads are tuned.
+
+    def local_epochs(self, client: Client) -> int | None:
+        return _usual_epochs(client) + self.balanced_epochs if client.active and self._tunes(client.part) else None
+
+    def _tunes(self, part: ClientRound) -> bool:
+        return bool(self.max_size and self.balanced_epochs) and part.last_round and part.experience > 0
 
     def begin(self, client: Client) -> None:
         self._present, self._pool, self._drawn = None, None, 0
@@ -169,40 +126,25 @@ class DyToxTraining(Method):
     def _enter(self, client: Client, labels: Tensor) -> None:
         model = net_of(client.module)
         if client.active:
-            self._present = _block_of(model, labels, client.part.client)
+            self._present = _task_of(model, labels, client.part.client)
         model.learnt[torch.unique(model.task_of(labels))] = 1.0
 
-    def trains(self, client: Client) -> Pattern | None:
-        if self._present is None:
-            return None
-        place = next(name for name, part in client.module.named_modules() if isinstance(part, DyTox))
-        task = self._present
-        own = (f"tokens.{task}", f"heads.{task}.*", f"divergence.{task}.*", "decoder.*", "learnt")
-        learns = own if self._tuning else (*own, "body.*")
-        return (f"!{place}.*", *(f"{place}.{pattern}" for pattern in learns))
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
-        client, self._embedded = self.client, None
-        if client.federation is None and self._present is None and is_labelled(batch):
+    def mix(self, client: Client, batch_idx: int) -> None:
+        batch, self._embedded = client.batch, None
+        if client.federation is None and self._present is None:
             self._enter(client, batch[1])  # there is no stream, which tells labels beforehand
-        self._tuning = client.active and self._is_tuning(client)
-        if self._tuning and self._pool is None:
-            self._pool = self._balanced(client)
-        if client.federation is not None:
-            self._balance(batch)
-
-    def _see(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what the task's loss has seen, so that the divergence needs no second pass; not the teacher's."""
-        if module.training and torch.is_grad_enabled() and self._embedded is None:
-            self._embedded = output
-
-    # Balanced tuning.
+        self._tuning = self._is_tuning(client)
+        if not self._tuning:
+            super().mix(client, batch_idx)
+            return
+        x, y = self._pool = self._pool or self._balanced(client)
+        rows = (torch.arange(len(batch[1])) + self._drawn) % len(y)
+        self._drawn += len(rows)
+        batch[:] = x[rows.to(x.device)].to(batch[0]), y[rows.to(y.device)].to(batch[1])
 
     def _is_tuning(self, client: Client) -> bool:
         if client.federation is not None:
-            return self._tunes(client.part) and client.federation.round.local_epoch >= _local_epochs(client)
+            return self._tunes(client.part) and client.local_epoch >= _usual_epochs(client)
         if not (self.max_size and self.balanced_epochs and int(client.memory["present"])):
             return False
         trainer = client.module.trainer
@@ -211,21 +153,6 @@ class DyToxTraining(Method):
             rest = stream.plan.experiences[stream.plan.clients[0]][trainer.current_epoch :]
             left = rest.count(rest[0])
         return 0 < left <= self.balanced_epochs
-
-    def mix(self, client: Client, batch_idx: int, key: Keys) -> None:
-        if self._tuning:
-            self._balance(client.batch)  # all methods have seen the batch as it came
-        else:
-            super().mix(client, batch_idx, key)
-
-    def _balance(self, batch: Batch) -> None:
-        if not self._tuning or self._pool is None:
-            return
-        size = len(batch[1])
-        rows = (torch.arange(size) + self._drawn) % len(self._pool[1])
-        self._drawn += size
-        for position, values in enumerate(self._pool):
-            batch[position] = values[rows.to(values.device)].to(batch[position])
 
     def _balanced(self, client: Client) -> tuple[Tensor, Tensor]:
         """Equally many remembered samples of each class, the present task's among them."""
@@ -243,17 +170,61 @@ class DyToxTraining(Method):
         chosen = balanced(memory["y"].cpu(), generator).to(memory["y"].device)
         return memory["x"][chosen], memory["y"][chosen]
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_fit_end(trainer, pl_module)
-        self._leave()
+    def trains(self, client: Client) -> Pattern | None:
+        task = self._present
+        if task is None:
+            return None
+        place = next(name for name, part in client.module.named_modules() if isinstance(part, DyTox))
+        own = (f"tokens.{task}", f"heads.{task}.*", f"divergence.{task}.*", "decoder.*", "learnt")
+        learns = own if self._tuning else (*own, "body.*")
+        return (f"!{place}.*", *(f"{place}.{pattern}" for pattern in learns))
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._leave()
+    # What it makes of past tasks.
 
-    def _leave(self) -> None:
-        if self._tap is not None:
-            self._tap.remove()
-        self._tap = self._embedded = self._pool = None
+    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
+        return past_samples(client.memory)
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if self._tuning or self._present is None or "old" not in client.memory:
+            return 0.0
+        assert step.y is not None  # as it needs labels
+        model, y = net_of(client.module), step.y
+        classes = torch.arange(len(model.position), device=model.position.device)
+        present = model.task_of(classes) == self._present
+        old = client.memory["old"].to(present.device) & ~present
+        if not old.any():
+            return 0.0  # the only past task has come back
+        total: Tensor | float = 0.0
+        if self.distillation:
+            teacher = masked(step.predict(section(client.memory, "teacher"), step.x), old)
+            loss = self.temperature**2 * distillation_loss(masked(step.output, old), teacher, self.temperature)
+            share: Tensor | float = old.sum() / (old | present).sum()
+            if isinstance(self.distillation, str):
+                loss = loss - states_loss(client.module).sample_loss(step.output, y)
+            else:
+                share = float(self.distillation)
+            total = share * step.mean(loss)
+        if self.divergence:
+            assert self._embedded is not None  # a step has come through the decoder
+            logits = model.divergence[self._present](self._embedded[:, self._present])
+            targets = torch.where(present[y], model.position[y] - sum(model.sizes[: self._present]) + 1, 0)
+            total = total + self.divergence * step.mean(F.cross_entropy(logits, targets, reduction="none"))
+        return total
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        memory, part = client.memory, client.part
+        if not part.drawn and not client.active:
+            return memory
+        if self.max_size:
+            memory = super().end_round(client, own, data)
+        if not part.last_round:
+            return memory
+        # The present task is a past one now: a round's samples are gathered before it begins.
+        model = net_of(client.module)
+        block = torch.tensor(model.blocks[_task_of(model, part.labels, part.client)])
+        old = memory.get("old", torch.zeros(len(model.position), dtype=torch.bool))
+        memory = {**memory, "old": with_classes(old, block.to(old.device)), "present": torch.tensor(-1)}
+        return memory | remember(own, "teacher") if self.distillation else memory
 
 
 def net_of(module: L.LightningModule) -> DyTox:
@@ -267,12 +238,11 @@ def net_of(module: L.LightningModule) -> DyTox:
     return found[0]
 
 
-def _local_epochs(client: Client) -> int:
+def _usual_epochs(client: Client) -> int:
     return client.federation.strategy.local_epochs if client.federation is not None else 1
 
 
-def _block_of(model: DyTox, labels: Tensor, client: str) -> int:
-    """The task of a client's labels."""
+def _task_of(model: DyTox, labels: Tensor, client: str) -> int:
     tasks = torch.unique(model.task_of(labels)).tolist()
     if len(tasks) != 1:
         raise ValueError(
@@ -280,13 +250,3 @@ def _block_of(model: DyTox, labels: Tensor, client: str) -> int:
             f"{', '.join(map(str, tasks)) or 'none'}. Give `DyTox(tasks=...)` the classes of each experience."
         )
     return int(tasks[0])
-
-
-def _told(stream: FederatedStream) -> tuple[tuple[int, ...], ...]:
-    blocks = stream.plan.common_tasks
-    if not blocks:
-        raise ValueError(
-            f"Expected a stream that tells tasks of classes, the same for all clients, for `DyToxTraining` but got "
-            f'{stream}. Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.'
-        )
-    return blocks

@@ -17,10 +17,10 @@ from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, federation_of
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.episodic import labelled
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.models.ridge import accumulate, solve, square
 
@@ -115,7 +115,7 @@ class Fed3R(Method):
 
     @staticmethod
     def _sums(module: L.LightningModule, state: State, data: Batch) -> State:
-        x, y = labelled(data)
+        x, y = finite_pairs(data)
         features, sums = embeddings(module, state, x), _no_sums(module)
         targets = F.one_hot(y.to(features.device), len(sums["A"]))
         accumulate(sums["A"], sums["B"], F.pad(features, (0, 1), value=1.0), targets)

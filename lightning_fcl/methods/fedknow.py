@@ -18,7 +18,7 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.episodic import labelled
+from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.fedvit import FedViT
 from lightning_fcl.methods.functional import GradientOf, as_input, evaluating, states_loss, teacher_of
 
@@ -64,8 +64,10 @@ class FedKNOW(FedViT):
         self._networks = {}
 
     def extract(self, client: Client, memory: Memory, own: State, data: Batch) -> Memory:
-        (x, y), part = labelled(data), client.part
-        weights = _layers(client.module, self.head)
+        (x, y), part = finite_pairs(data), client.part
+        kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        names = [f"{place}.weight" for place, layer in client.module.named_modules() if isinstance(layer, kinds)]
+        weights = [name for name in names if not fnmatchcase(name, self.head)]
         if not weights:
             raise ValueError(
                 f"Expected a body with linear or convolutional layers for `{type(self).__name__}` but "
@@ -109,7 +111,7 @@ class FedKNOW(FedViT):
         """The gradient of distillation from a past task's network on the present batch, shape (p,)."""
         if task not in self._networks:
             self._networks[task] = kept_network(client.memory, task)
-        x, classes = labelled(client.batch)[0], client.memory[f"block{task}"]
+        x, classes = finite_pairs(client.batch)[0], client.memory[f"block{task}"]
         teacher = teacher_of(client.module)(self._networks[task], x)[:, classes.to(x.device)]
 
         def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -132,9 +134,3 @@ def kept_network(memory: Mapping[str, Tensor], task: int) -> State:
     owners, kept = section(memory, "owner"), section(memory, "kept")
     weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept.items()}
     return weights | section(memory, f"small{task}")
-
-
-def _layers(module: nn.Module, head: str) -> list[str]:
-    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    names = [f"{place}.weight" for place, layer in module.named_modules() if isinstance(layer, kinds)]
-    return [name for name in names if not fnmatchcase(name, head)]

@@ -1,4 +1,4 @@
-"""FedViT: signature tasks hold back what a step would undo, and what other clients have undone."""
+"""FedRep: a shared body and a head of one's own; FedViT: what a step, or other clients, would undo is held back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory, own_entries
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.episodic import at_task, labelled, with_task
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.episodic import finite_pairs, past_numbers, with_task
 from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
 from lightning_fcl.methods.step import Pattern
 from lightning_fcl.randomness import keys_of, start_randomness
@@ -33,7 +33,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class FedViT(Method):
+class FedRep(Method):
+    """Every local epoch: trains the head alone, in the first epochs, then the body alone (Collins et al. 2021, Alg. 1).
+
+    What is not trained is frozen to the bit. The body travels, the head stays with the client: declare it, as in
+    ``FederatedStrategy(reductions={"model.head.*": "none"})``.
+
+    Args:
+        head_epochs: Local epochs of the head, at least 1.
+        body_epochs: Local epochs of the body, at least 1. Both go over the strategy's `local_epochs`.
+        head: Shell-style pattern of the head's entries.
+
+    Raises:
+        ValueError: If the Trainer is no federation's, ``head`` matches all parameters or none, or the head is not
+            declared to stay with the clients.
+
+    Example:
+        >>> FedRep(head_epochs=2, body_epochs=4).head
+        'model.head.*'
+    """
+
+    vectorizable: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs(federation="it has no local epochs, and no clients that share a body", head=True)
+
+    head_epochs: int = argument(2, at_least, 1)
+    body_epochs: int = argument(4, at_least, 1)
+    head: str = "model.head.*"
+
+    def local_epochs(self, client: Client) -> int | None:
+        return self.head_epochs + self.body_epochs if client.active else None
+
+    def trains(self, client: Client) -> Pattern | None:
+        return self.head if client.local_epoch < self.head_epochs else f"!{self.head}"
+
+
+@dataclass(eq=False)
+class FedViT(FedRep):
     """Every step: rotates the gradient so that it undoes no signature task (Zuo et al. 2024, "FedViT").
 
     A client's round has three stages, and only the body travels (declare the head's reduction ``"none"``):
@@ -54,13 +89,11 @@ class FedViT(Method):
         k: Past tasks that constrain a step, at least 1; all, while there are no more.
         distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``.
         select_every: Steps after which a client chooses its k tasks anew, from the gradients of all.
-        head_epochs: Local epochs of the head, at least 1.
-        body_epochs: Local epochs of the body, at least 1.
         integration_epochs: Local epochs of integration, which come first; 0: none.
-        head: Shell-style pattern of the head's entries.
         integrate_last: Whether integration also follows the last aggregation of a task.
         margin: Least weight of each constraint in a gradient that violates one, of integration too, at least 0; 0: the
             paper's eq. 8; GEM's authors take 0.5.
+        head_epochs: See `FedRep`; and all else.
 
     Raises:
         ValueError: If an argument is out of range, the module does not state its loss apart; or as `FedRep` does.
@@ -70,24 +103,18 @@ class FedViT(Method):
         2
     """
 
-    vectorizable: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(federation="it has no local epochs, and no clients that share a body", head=True)
     ends_undrawn: ClassVar[bool] = True
 
     rho: float = argument(0.1, share)
     k: int = argument(10, at_least, 1)
     distance: Kind = argument("wasserstein", one_of, get_args(Kind))
     select_every: int = argument(10, at_least, 1)
-    head_epochs: int = argument(2, at_least, 1)
-    body_epochs: int = argument(4, at_least, 1)
     integration_epochs: int = argument(1, at_least, 0)
-    head: str = "model.head.*"
     integrate_last: bool = False
     margin: float = argument(0.0, at_least, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._trainable: set[str] = set()
         self._before: State | None = None  # the client's state before aggregation
         self._steps = 0  # of the body, with past tasks
         self._chosen: list[int] = []
@@ -97,31 +124,57 @@ class FedViT(Method):
 
     def extract(self, client: Client, memory: Memory, own: State, data: Batch) -> Memory:
         """The memory with the knowledge of the task that has ended."""
-        x, y = labelled(data)
-        task = client.module
+        x, y = finite_pairs(data)
+        module = client.module
         with torch.no_grad():
-            loss = states_loss(task).sample_loss(predictions(task, own, x), y.to(task.device))
+            loss = states_loss(module).sample_loss(predictions(module, own, x), y.to(module.device))
         kept = lowest_loss(loss, y, self.rho)
-        return with_task(memory, x[kept], y[kept], client.part.experience)
+        return with_task(memory, {"x": x[kept], "y": y[kept]}, client.part.experience)
 
     def known(self, memory: Memory) -> list[int]:
         """Numbers of the past tasks of which there is knowledge, ascending."""
-        if "task" not in memory:
-            return []
-        return [number for number in torch.unique(memory["task"]).tolist() if number != int(memory["present"])]
+        return past_numbers(memory)
 
     def restore(self, client: Client, task: int, gradient_of: GradientOf) -> Tensor:
         """The gradient of a past task at the present parameters, shape (p,)."""
         rows = client.memory["task"] == task
         return gradient_of(client.memory["x"][rows], client.memory["y"][rows])
 
-    # What it makes of them.
+    # Its stages.
+
+    def local_epochs(self, client: Client) -> int | None:
+        usual = super().local_epochs(client)
+        return None if usual is None else usual + self.integration_epochs * self._goes_on(client.memory, client.part)
+
+    def _goes_on(self, memory: Memory, part: ClientRound) -> bool:
+        """Whether a client has a body of its own from an earlier round of the task."""
+        return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == part.experience
+
+    def on_download(self, client: Client) -> Memory:
+        memory = client.memory if self._goes_on(client.memory, client.part) else _without_body(client.memory)
+        return {**memory, "present": torch.tensor(client.part.experience)}
+
+    def begin(self, client: Client) -> None:
+        self._before = {**client.server, **section(client.memory, "body")} if "at" in client.memory else None
+        self._steps, self._chosen, self._rows = 0, [], None
+
+    def leave(self, module: L.LightningModule) -> None:
+        self._before = self._rows = None
+
+    @property
+    def _integration(self) -> int:
+        """Local epochs of integration: there are some only where there is a body from before aggregation."""
+        return self.integration_epochs if self._before is not None else 0
+
+    def trains(self, client: Client) -> Pattern | None:
+        learns_head = self._integration <= client.local_epoch < self._integration + self.head_epochs
+        return self.head if learns_head else f"!{self.head}"
 
     def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         if self.trains(client) == self.head:
             return gradient
         if client.local_epoch < self._integration:
-            return project(gradient_of(*labelled(client.batch), state=self._before), gradient[None], self.margin)
+            return project(gradient_of(*finite_pairs(client.batch), state=self._before), gradient[None], self.margin)
         tasks = self.known(client.memory)
         if not tasks:
             return gradient
@@ -139,48 +192,20 @@ class FedViT(Method):
             constraints = constraints[picked.to(constraints.device)]
         return project(gradient, constraints, self.margin)
 
-    # When it does so.
-
-    def local_epochs(self, client: Client) -> int | None:
-        if not client.active:
-            return None
-        return self.head_epochs + self.body_epochs + self.integration_epochs * self._goes_on(client.memory, client.part)
-
-    def trains(self, client: Client) -> Pattern | None:
-        first = self._integration
-        return self.head if first <= client.local_epoch < first + self.head_epochs else f"!{self.head}"
-
-    @property
-    def _integration(self) -> int:
-        """Local epochs of integration: there are some only where there is a body from before aggregation."""
-        return self.integration_epochs if self._before is not None else 0
-
-    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
-
-    def _goes_on(self, memory: Memory, client_round: ClientRound) -> bool:
-        return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience
-
-    def on_download(self, client: Client) -> Memory:
-        present = at_task(client.memory, client.part)
-        return present if self._goes_on(client.memory, client.part) else _without_body(present)
-
-    def begin(self, client: Client) -> None:
-        self._before = {**client.server, **section(client.memory, "body")} if "at" in client.memory else None
-        self._steps, self._chosen, self._rows = 0, [], None
-
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory = client.memory
-        if not client.part.drawn:
+        part = client.part
+        if not part.drawn:
             memory = self.on_download(client)
             return self.extract(client, memory if self.integrate_last else _without_body(memory), own, data)
-        memory = _without_body(memory)
-        if client.part.last_round:
+        memory = _without_body(client.memory)
+        if part.last_round:
             memory = self.extract(client, memory, own, data)
-        if not self.integration_epochs or (client.part.last_round and not self.integrate_last):
+        if not self.integration_epochs or (part.last_round and not self.integrate_last):
             return memory
         body = {name: value for name, value in own.items() if not fnmatchcase(name, self.head)}
-        return {**memory, **remember(body, "body"), "at": torch.tensor(client.part.experience)}
+        return {**memory, **remember(body, "body"), "at": torch.tensor(part.experience)}
+
+    # Integration after the last aggregation of a task.
 
     def personalize(self, client: Client, state: State) -> State:
         body = {name: value.to(state[name].device) for name, value in section(client.memory, "last").items()}
@@ -190,54 +215,39 @@ class FedViT(Method):
         federation = federation_of(trainer)
         if federation is None or not (self.integrate_last and self.integration_epochs):
             return
-        received = {name: value.detach().clone() for name, value in entries(pl_module).items()}
-        for client_round in federation.client_rounds(federation.round.number):
-            if not (client_round.last_round and self.applies_to(client_round)):
+        received, store = {n: v.detach().clone() for n, v in entries(pl_module).items()}, federation.server.store
+        for part in federation.client_rounds(federation.round.number):
+            if not (part.last_round and self.applies_to(part) and federation.hosts(part.client)):
                 continue
-            client = client_round.client
-            if not federation.hosts(client):
-                continue
-            memory = federation.server.store.memory(client, self.section)
+            memory = store.memory(part.client, self.section)
             rest = _without_body(memory)
-            if self._goes_on(memory, client_round):
-                state = {**received, **own_entries(federation.server.store[client], pl_module.device)}
-                body = self._integrated(federation, client_round, state, section(memory, "body"))
-                rest |= remember(body, "last")
-            federation.server.store.remember(client, self.section, rest)
+            if self._goes_on(memory, part):
+                state = {**received, **own_entries(store[part.client], pl_module.device)}
+                rest |= remember(self._integrated(federation, part, state, section(memory, "body")), "last")
+            store.remember(part.client, self.section, rest)
         load_entries(pl_module, received)
 
-    def _integrated(self, federation: Federation, client_round: ClientRound, state: State, body: State) -> State:
+    def _integrated(self, federation: Federation, part: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
-        module, before, at = (
-            federation.module,
-            {**state, **body},
-            (client_round.client, client_round.round, "integration"),
-        )
+        module, stream, seed = federation.module, federation.stream, federation.seed
         (optimizer,) = federation.optimizers
         load_entries(module, state)
         optimizer.state.clear()
-        params = {n: p for n, p in module.named_parameters() if n in self._trainable and not fnmatchcase(n, self.head)}
-        stream, seed = federation.stream, federation.seed
-        of, (x, y) = (
-            gradient_of(module, params),
-            labelled(stream.client_samples(client_round.client, client_round.round, seed)),
-        )
-        keys = keys_of(seed, at[:1], *at[1:])
-        plan = plan_batches(
-            len(y), self.integration_epochs, Batching(stream.batch_size, stream.shuffle, stream.drop_last), keys
-        )
+        named = module.named_parameters()
+        params = {name: p for name, p in named if p.requires_grad and not fnmatchcase(name, self.head)}
+        gradient, before = gradient_of(module, params), {**state, **body}
+        x, y = finite_pairs(stream.client_samples(part.client, part.round, seed))
+        keys = keys_of(seed, [part.client], part.round, "integration")
+        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+        plan = plan_batches(len(y), self.integration_epochs, batching, keys)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
-                start_randomness(seed, *at, number)
-                gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None], self.margin)
-                step_along(module, optimizer, params, gradient)
+                start_randomness(seed, part.client, part.round, "integration", number)
+                then, now = gradient(x[rows], y[rows], before), gradient(x[rows], y[rows])
+                step_along(module, optimizer, params, project(then, now[None], self.margin))
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
         return {name: entries(module)[name].detach().clone() for name in body}
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        self._before = self._rows = None
 
 
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:

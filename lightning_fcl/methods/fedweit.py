@@ -21,15 +21,15 @@ from lightning_fcl.federation.ranks import together
 from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models.decomposed import Decomposed, prune
 from lightning_fcl.tasks.classification import Classifier
 
 if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
+    pass
 
 
 @dataclass(eq=False)
@@ -214,9 +214,8 @@ class FedWEIT(Method):
                 f"Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
                 f"got {', '.join(others)}. Remove it."
             )
-        federation = federation_of(trainer)
+        federation, model = federation_of(trainer), decomposed_of(pl_module)
         assert federation is not None  # as it needs one
-        model = decomposed_of(pl_module)
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise ValueError("Expected a `Classifier` with `task_incremental=True` for `FedWEIT`. Set it.")
         stream = stream_of(trainer)
@@ -224,10 +223,7 @@ class FedWEIT(Method):
         most = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
         if most > len(model.tasks):
             raise ValueError(f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.")
-        self._check_reductions(pl_module, model, federation)
-
-    def _check_reductions(self, module: L.LightningModule, model: Decomposed, federation: Federation) -> None:
-        reductions = reductions_of(module, federation.strategy.rules)
+        reductions = reductions_of(pl_module, federation.strategy.rules)
         wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         wanted |= {f"model.net.{name}": base for name in model.names}
@@ -239,10 +235,9 @@ class FedWEIT(Method):
                     '"model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}`.'
                 )
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        if isinstance(pl_module, Classifier) and isinstance(pl_module.model, Decomposed):
-            pl_module.model.receive([])
+    def leave(self, module: L.LightningModule) -> None:
+        if isinstance(module, Classifier) and isinstance(module.model, Decomposed):
+            module.model.receive([])
         self._gates = []
 
 

@@ -16,9 +16,9 @@ from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.functional import as_input, evaluating
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Step
 
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
@@ -89,18 +89,17 @@ def output_sensitivity(
 def mean_over_samples(
     module: nn.Module,
     objective: Callable[[Tensor, Tensor], Tensor],
-    of: Callable[[Tensor], Tensor],
+    measure: Callable[[Tensor], Tensor],
     state: Mapping[str, Tensor],
     x: Tensor,
     y: Tensor,
     names: Iterable[str] | None = None,
 ) -> State:
-    """Mean over samples of a function of the gradient of each sample's ``objective(output, y)``, by parameter."""
+    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``, by parameter."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
     rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
-    first = next(iter(params.values()))
-    x = x.to(first.device, first.dtype if x.is_floating_point() else None)
+    x = as_input(module, x)
 
     def of_output(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         output = functional_call(module, {**params, **rest}, (x,))
@@ -114,9 +113,9 @@ def mean_over_samples(
     chunk = max(1, min(_CHUNK, _NUMBERS // sum(value.numel() for value in params.values())))
     total = {name: torch.zeros_like(value) for name, value in params.items()}
     with evaluating(module), isolate_rng():
-        for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(first.device), chunk), strict=True):
+        for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(x.device), chunk), strict=True):
             for name, value in sample_gradients(of_output, params, inputs, targets).items():
-                total[name] += of(value).sum(dim=0)
+                total[name] += measure(value).sum(dim=0)
     return {name: value / len(x) for name, value in total.items()}
 
 
@@ -186,9 +185,6 @@ class EWC(_Consolidation):
     """
 
     needs: ClassVar[Needs] = Needs(loss=True, samples=True)
-    """Its gradients are the Fisher information."""
-
-    strength: float = argument(1.0, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         return fisher_information(module, state, x, y, names)

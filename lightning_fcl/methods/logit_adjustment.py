@@ -17,12 +17,10 @@ from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.method import Method, padded
-from lightning_fcl.methods.needs import Needs
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.method import Method, masked, padded
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
-
-_NEVER = -1e4  # not -inf: differences of losses stay finite
 
 
 class Total(SumOfSome):
@@ -47,10 +45,10 @@ def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: flo
     """
     if tau == 0:
         return F.cross_entropy(logits, target, reduction="none")
-    there = counts > 0
-    shift = tau * torch.where(there, counts / counts.sum().clamp(min=1), 1.0).log()
+    present = counts > 0
+    shift = tau * torch.where(present, counts / counts.sum().clamp(min=1), 1.0).log()
     own = torch.arange(logits.shape[-1], device=logits.device) == target[..., None]
-    shifted = torch.where(there | own | ~there.any(), logits + shift, _NEVER)
+    shifted = masked(logits + shift, present | own | ~present.any())
     return F.cross_entropy(shifted, target, reduction="none")
 
 
@@ -116,8 +114,7 @@ class LogitAdjustment(Method):
         return {"counts": _counted(client.part.labels, len(client.memory["counts"]))}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        if step.y is None:
-            raise ValueError("Expected batches `[x, y]` for `LogitAdjustment` but got none with labels. Return pairs.")
+        assert step.y is not None  # as it needs labels
         if self.tau == 0:
             return 0.0
         counts = padded(client.memory["counts"].to(step.output.device), step.output.shape[-1])

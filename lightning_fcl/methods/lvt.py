@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
@@ -18,13 +16,14 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import MasksLogits
 from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.episodic import labelled
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.distillation import distillation_loss
+from lightning_fcl.methods.episodic import finite_pairs, with_task
 from lightning_fcl.methods.fedvit import lowest_loss
 from lightning_fcl.methods.functional import predictions, states_loss
 from lightning_fcl.methods.importance import mean_over_samples, summed
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.step import Step, matches
 
 
 def attention_loss(
@@ -33,12 +32,6 @@ def attention_loss(
     """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G, that are in ``params``."""
     terms = [(g * (params[name] - previous[name])).abs().sum() for name, g in gradient.items() if name in params]
     return summed(terms, params)
-
-
-def distilled(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
-    """`distillation_loss` where logits may be -inf: classes from which a sample is not told apart count for nothing."""
-    share = F.softmax(teacher / temperature, dim=-1)
-    return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
 
 
 @dataclass(eq=False)
@@ -91,14 +84,12 @@ class LVTMethod(Method):
     keys: str = "*.external_*"
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.gamma and not self._learnt(pl_module):
+        learn = [name for name, p in pl_module.named_parameters() if p.requires_grad and matches(name, self.keys)]
+        if self.gamma and not learn:
             raise ValueError(
                 f"Expected `keys` to match trainable parameters but `{self.keys}` matches none. Train "
                 "`lightning_fcl.models.LVT`, or set `gamma=0`."
             )
-
-    def _learnt(self, module: L.LightningModule) -> list[str]:
-        return [name for name, p in module.named_parameters() if p.requires_grad and fnmatchcase(name, self.keys)]
 
     def on_download(self, client: Client) -> Memory:
         device = next(iter(client.server.values())).device
@@ -110,61 +101,40 @@ class LVTMethod(Method):
         gradient = section(memory, "gradient")
         if self.gamma and gradient:
             total = total + self.gamma * attention_loss(step.params, section(memory, "previous"), gradient)
-        if (self.alpha or self.beta) and "task" in memory:
-            total = total + self._rehearsal(client, step)
-        return total
-
-    def _rehearsal(self, client: Client, step: Step) -> Tensor:
-        memory, module = client.memory, client.module
-        size = len(step.output) if self.batch_size is None else self.batch_size
+        if not (self.alpha or self.beta) or "task" not in memory:
+            return total
+        module, size = client.module, len(step.output) if self.batch_size is None else self.batch_size
         drawn = torch.randperm(len(memory["y"]))[:size].to(memory["y"].device)
         logits = memory["logits"][drawn]
 
         def loss(output: Tensor, y: Tensor) -> Tensor:
             values: Tensor = self.alpha * states_loss(module).sample_loss(output, y)
-            if self.beta:
-                student, teacher = _among(module, output, y), _among(module, logits.to(output), y)
-                values = values + self.beta * distilled(student, teacher, self.temperature)
-            return values
+            if not self.beta:
+                return values
+            student, teacher = output, logits.to(output)
+            if isinstance(module, MasksLogits):
+                student, teacher = module.mask_logits(student, y), module.mask_logits(teacher, y)
+            return values + self.beta * distillation_loss(student, teacher, self.temperature)
 
-        return step.loss_of(memory["x"][drawn], memory["y"][drawn], loss=loss)
+        return total + step.loss_of(memory["x"][drawn], memory["y"][drawn], loss=loss)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory = client.memory
+        memory, module = client.memory, client.module
         if not client.part.last_round:
             return memory
-        x, y = labelled(data)
+        x, y = finite_pairs(data)
         if not len(y):
             return memory
         if self.gamma:
-            memory = {**memory, **self._attention(client.module, own, x, y)}
-        return {**memory, **self._samples(client, own, x, y)} if self.alpha or self.beta else memory
-
-    def _attention(self, module: L.LightningModule, own: State, x: Tensor, y: Tensor) -> Memory:
-        # Not of what learns now: another method may have frozen a part.
-        names = [name for name, _ in module.named_parameters() if fnmatchcase(name, self.keys)]
-        gradient = mean_over_samples(
-            module, lambda output, y: states_loss(module).sample_loss(output, y).sum(), torch.abs, own, x, y, names
-        )
-        return remember({name: own[name] for name in names}, "previous") | remember(gradient, "gradient")
-
-    def _samples(self, client: Client, own: State, x: Tensor, y: Tensor) -> Memory:
-        module, task = client.module, client.part.experience
+            # Not of what learns now: another method may have frozen a part.
+            names = [name for name, _ in module.named_parameters() if matches(name, self.keys)]
+            gradient = mean_over_samples(
+                module, lambda output, y: states_loss(module).sample_loss(output, y).sum(), torch.abs, own, x, y, names
+            )
+            memory = memory | remember({name: own[name] for name in names}, "previous") | remember(gradient, "gradient")
+        if not (self.alpha or self.beta):
+            return memory
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)
         kept = lowest_loss(states_loss(module).sample_loss(logits, y), y, self.rho)
-        new = {
-            "x": x[kept],
-            "y": y[kept],
-            "logits": logits[kept],
-            "task": torch.full_like(y[kept], task),
-        }
-        if "task" not in client.memory:
-            return new
-        others = (client.memory["task"] != task).to(y.device)
-        return {name: torch.cat([client.memory[name].to(y.device)[others], value]) for name, value in new.items()}
-
-
-def _among(module: L.LightningModule, output: Tensor, y: Tensor) -> Tensor:
-    """The logits of classes that a sample is told apart from; others -inf."""
-    return module.mask_logits(output, y) if isinstance(module, MasksLogits) else output
+        return with_task(memory, {"x": x[kept], "y": y[kept], "logits": logits[kept]}, client.part.experience)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -15,15 +14,13 @@ from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.method import Method, padded, with_classes
-from lightning_fcl.methods.needs import Needs
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.method import Method, masked, padded, with_classes
 from lightning_fcl.methods.step import Step
 
 Outputs = Literal["probabilities", "log-probabilities", "logits"]
 Distance = Literal["squared", "absolute"]
 Scope = Literal["session", "seen", "all"]
-
-_NEVER = -1e4  # not -inf: a class that is left out then has a finite loss, of no weight
 
 
 def mean_output_loss(
@@ -44,18 +41,15 @@ def mean_output_loss(
     elif outputs == "log-probabilities":
         logits = logits.log_softmax(dim=-1)
     others = new & ~_one_hot(target, logits)
-    difference = _mean(logits, others) - _mean(logits, old.expand_as(others))
-    there = others.any(dim=-1) & old.any()
-    difference = torch.where(there, difference, torch.zeros_like(difference))
+    of_new, of_old = (
+        (logits * classes).sum(dim=-1) / classes.sum(dim=-1).clamp(min=1) for classes in (others, old.expand_as(others))
+    )
+    difference = torch.where(others.any(dim=-1) & old.any(), of_new - of_old, 0.0)
     return difference.square() if distance == "squared" else difference.abs()
 
 
 def _one_hot(target: Tensor, like: Tensor) -> Tensor:
     return torch.arange(like.shape[-1], device=like.device) == target[..., None]
-
-
-def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    return (values * chosen).sum(dim=-1) / chosen.sum(dim=-1).clamp(min=1)
 
 
 @dataclass(eq=False)
@@ -85,7 +79,7 @@ class MeanOutputLoss(Method):
         2.0
     """
 
-    needs: ClassVar[Needs] = Needs(logits=True)
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True)
 
     mu: float = argument(2.0, at_least, 0)
     outputs: Outputs = argument("probabilities", one_of, get_args(Outputs))
@@ -93,50 +87,37 @@ class MeanOutputLoss(Method):
     cross_entropy: Scope = argument("session", one_of, get_args(Scope))
 
     def on_download(self, client: Client) -> Memory:
-        memory = client.memory
-        if client.part.new_classes or client.part.old_classes:
-            return {
-                "new": _mask(client.part.new_classes, client.part.num_classes),
-                "old": _mask(client.part.old_classes, client.part.num_classes),
-            }
-        seen = memory.get("seen", torch.zeros(client.part.num_classes, dtype=torch.bool))
-        if not memory or client.part.experience > int(memory["experience"]):
-            memory = {"experience": torch.tensor(client.part.experience), "old": seen, "seen": seen}
+        memory, part = client.memory, client.part
+        nothing = torch.zeros(part.num_classes, dtype=torch.bool)
+        if part.new_classes or part.old_classes:
+            known = {"new": part.new_classes, "old": part.old_classes}
+            return {n: with_classes(nothing, torch.tensor(classes, dtype=torch.long)) for n, classes in known.items()}
+        seen = memory.get("seen", nothing)
+        if not memory or part.experience > int(memory["experience"]):
+            memory = {"experience": torch.tensor(part.experience), "old": seen, "seen": seen}
         return memory
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        if step.y is None:
-            raise ValueError("Expected batches `[x, y]` for `MeanOutputLoss` but got none with labels. Return pairs.")
-        classes = step.output.shape[-1]
-        old = padded(client.memory["old"].to(step.output.device), classes)
-        new = (
-            padded(client.memory["new"].to(step.output.device), classes)
-            if "new" in client.memory
-            else self._of(step, old)
-        )
-        total = self.mu * mean_output_loss(step.output, step.y, new, old, self.outputs, self.distance)
+        assert step.y is not None  # as it needs labels
+        output, own = step.output, _one_hot(step.y, step.output)
+        known = {
+            n: padded(v.to(output.device), output.shape[-1]) for n, v in client.memory.items() if n in ("new", "old")
+        }
+        old, new = known["old"], known.get("new")
+        if new is None:
+            real = own if step.weight is None else own & (step.weight > 0)[:, None]
+            new = real.any(dim=0) & ~old
+        total = self.mu * mean_output_loss(output, step.y, new, old, self.outputs, self.distance)
         if self.cross_entropy != "all":
-            allowed = (new if self.cross_entropy == "session" else new | old).expand_as(step.output)
-            remembered = (_one_hot(step.y, step.output) & old).any(dim=-1, keepdim=True)
-            allowed = torch.where(remembered, new | old, allowed) | _one_hot(step.y, step.output)
-            fewer = torch.where(allowed, step.output, _NEVER)
-            total = total + F.cross_entropy(fewer, step.y, reduction="none")
-            total = total - F.cross_entropy(step.output, step.y, reduction="none")
+            allowed = (new if self.cross_entropy == "session" else new | old).expand_as(output)
+            remembered = (own & old).any(dim=-1, keepdim=True)
+            allowed = torch.where(remembered, new | old, allowed) | own
+            total = total + F.cross_entropy(masked(output, allowed), step.y, reduction="none")
+            total = total - F.cross_entropy(output, step.y, reduction="none")
         return step.mean(total)
-
-    def _of(self, step: Step, old: Tensor) -> Tensor:
-        assert step.y is not None
-        there = _one_hot(step.y, step.output)
-        if step.weight is not None:
-            there = there & (step.weight > 0)[:, None]
-        return there.any(dim=0) & ~old
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         memory = client.memory
         if "seen" not in memory:
             return memory
         return {**memory, "seen": with_classes(memory["seen"], client.part.labels)}
-
-
-def _mask(classes: Sequence[int], size: int) -> Tensor:
-    return with_classes(torch.zeros(size, dtype=torch.bool), torch.tensor(classes, dtype=torch.long))

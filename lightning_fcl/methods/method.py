@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -83,3 +84,8 @@ def with_classes(seen: Tensor, labels: Tensor) -> Tensor:
 def padded(values: Tensor, size: int) -> Tensor:
     """Values of classes, with zeros for those that a larger output has."""
     return F.pad(values, (0, size - len(values)))
+
+
+def masked(logits: Tensor, classes: Tensor) -> Tensor:
+    """Logits of some classes; the others' are far below, and not -inf: what they add to a loss is finite."""
+    return torch.where(classes, logits, -1e4)

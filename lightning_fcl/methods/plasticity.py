@@ -77,54 +77,48 @@ class IntrinsicPlasticity(Method):
     def local_epochs(self, client: Client) -> int | None:
         return 1 if client.part.last_round else self.epochs
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(pl_module, ReservoirTask):
             raise ValueError(
                 f"Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
                 f"`{type(pl_module).__name__}`, which has no reservoir."
             )
-        super().setup(trainer, pl_module, stage)
-        pl_module.plasticity = self
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stream = stream_of(trainer)
+        pl_module.plasticity, stream = self, stream_of(trainer)
         if stream is not None and len(set(stream.plan.experiences.values())) > 1:
             raise ValueError(
                 "Expected clients that pass from experience to experience in the same rounds for `IntrinsicPlasticity` "
                 f'but those of the scenario "{stream.scenario}" do not. Use another `scenario`.'
             )
-        if stream is not None:
-            experiences = next(iter(stream.plan.experiences.values()))
-            adapts = len(set(experiences)) < len(experiences)
-        else:
-            adapts = trainer.max_epochs != 1
+        numbers = next(iter(stream.plan.experiences.values())) if stream is not None else ()
+        adapts = len(set(numbers)) < len(numbers) if numbers else trainer.max_epochs != 1
         if not adapts:
             raise ValueError(
                 "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, the "
                 "readout's: nothing would adapt. Raise `rounds_per_experience` and `max_epochs`."
             )
 
+    def leave(self, module: L.LightningModule) -> None:
+        if isinstance(module, ReservoirTask):
+            module.adapting, module.plasticity = False, None
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not isinstance(pl_module, ReservoirTask):
-            return
-        stream = stream_of(trainer)
-        first, last = trainer.current_epoch == 0, trainer.current_epoch + 1 == trainer.max_epochs
+        assert isinstance(pl_module, ReservoirTask)  # as `prepare` has it
+        stream, round = stream_of(trainer), trainer.current_epoch
+        first, last = round == 0, round + 1 == trainer.max_epochs
         if stream is not None:
             numbers = next(iter(stream.plan.experiences.values()))
-            round = trainer.current_epoch
-            first = round == 0 or numbers[round] != numbers[round - 1]
+            first = first or numbers[round] != numbers[round - 1]
             last = stream.client_round(stream.plan.clients[0], round).last_round
-        restart = self.restart
-        if restart == "auto":
-            restart = stream is not None and stream.plan.history == "seen"
-        if restart and first:
+        again = stream is not None and stream.plan.history == "seen" if self.restart == "auto" else self.restart
+        if again and first:
             pl_module.reservoir.reset_plasticity()
         pl_module.adapting = not last
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        if not isinstance(pl_module, ReservoirTask) or not pl_module.adapting or federation_of(trainer) is not None:
+        assert isinstance(pl_module, ReservoirTask)
+        if not pl_module.adapting or federation_of(trainer) is not None:
             return
         reservoir = pl_module.reservoir
         directions = reservoir.plasticity(batch[0], self.mu, self.sigma)
@@ -135,20 +129,9 @@ class IntrinsicPlasticity(Method):
             reservoir.bias.copy_(bias[0])
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if isinstance(pl_module, ReservoirTask):
-            with torch.no_grad():
-                pl_module.reservoir.gain.clamp_(min=self.min_gain)
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_fit_end(trainer, pl_module)
-        self._leave(pl_module)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._leave(pl_module)
-
-    def _leave(self, module: L.LightningModule) -> None:
-        if isinstance(module, ReservoirTask):
-            module.adapting, module.plasticity = False, None
+        assert isinstance(pl_module, ReservoirTask)
+        with torch.no_grad():
+            pl_module.reservoir.gain.clamp_(min=self.min_gain)
 
     def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
         """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.methods.gram import Matrix, device_of, gram
 
 Kind = Literal["wasserstein", "cosine"]
+Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Solver = Callable[[Matrix, Matrix], Matrix]
 
 _TOLERANCE = 4e-9  # of cosines: with what rounding adds, 1e-8 holds
@@ -22,6 +22,10 @@ _PIECE = 16384  # coordinates: a dozen gradients of them stay in the cache of a 
 _STRETCH = 2**18  # coordinates: a stretch of the result stays in a cache while others are added to it
 _LONG = 100_000  # coordinates
 _FIRST = 0 if find_spec("quadprog") else 1  # of the two solvers
+
+_BLOCK = 2048  # coordinates of a dot product: the few rows it meets next stay in the cache of a processor core
+_CONVERTED = 2**19  # numbers converted at once, 4 MiB: long stretches of each row, and still in a cache
+_MATRIX_PIECE = 2**21  # coordinates at once on other devices
 
 
 @torch.no_grad()
@@ -234,3 +238,56 @@ def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
             free[np.flatnonzero(leaving)[share.argmin()]] = False
         weights = best
     return weights
+
+
+@torch.no_grad()
+def gram(rows: Tensor, last: Tensor) -> Matrix:
+    """Products of the vectors ``rows``, shape (k, p), and ``last`` with each other: shape (k + 1, k + 1), float64.
+
+    On a CPU, dot products of pieces that were just converted: half of them suffice, as the matrix is symmetric, and
+    with so few vectors a matrix product spends most of its time on rearranging them.
+    """
+    return _by_dots(rows, last) if device_of(last).type == "cpu" else _by_matrix_products(rows, last)
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Where there is double precision for a tensor: Apple's GPUs have none."""
+    return torch.device("cpu") if tensor.device.type == "mps" else tensor.device
+
+
+def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
+    """Each vector times itself and the following ones, in a ring: every pair once (twice, if their number is even)."""
+    count, length = len(rows) + 1, len(last)
+    offsets = count // 2 + 1
+    total = count + offsets - 1
+    block = max(1, min(_BLOCK, length))
+    blocks = max(1, min(_CONVERTED // total, length) // block)
+    wide = torch.empty(total, blocks, block, dtype=torch.float64)
+    flat = wide.view(total, -1)
+    ring = wide.unfold(0, offsets, 1).permute(1, 0, 3, 2).numpy()  # (blocks, count, offsets, block)
+    each = wide[:count, :, None].transpose(0, 1).numpy()
+    sums, products = np.zeros((blocks, count, offsets)), np.empty((blocks, count, offsets))
+    for start in range(0, length, flat.shape[1]):
+        size = min(flat.shape[1], length - start)
+        piece = rows[:, start : start + size]
+        flat[: count - 1, :size].copy_(piece)
+        flat[count - 1, :size].copy_(last[start : start + size])
+        flat[count:, :size].copy_(piece[: offsets - 1])
+        flat[:, size:] = 0
+        with np.errstate(all="ignore"):
+            sums += np.vecdot(ring, each, out=products, order="C")  # block by block, not row by row
+    first = np.arange(count)[:, None]
+    second = (first + np.arange(offsets)) % count
+    result = np.empty((count, count))
+    result[first, second] = result[second, first] = sums.sum(axis=0)
+    return result
+
+
+def _by_matrix_products(rows: Tensor, last: Tensor) -> Matrix:
+    products = torch.zeros(len(rows) + 1, len(rows) + 1, dtype=torch.float64, device=device_of(last))
+    pieces = zip(torch.split(rows, _MATRIX_PIECE, dim=1), torch.split(last, _MATRIX_PIECE), strict=True)
+    for piece, end in pieces:
+        wide = torch.cat([_wide(piece), _wide(end)[None]])
+        products.addmm_(wide, wide.T)
+    result: Matrix = products.cpu().numpy()
+    return result

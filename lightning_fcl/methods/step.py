@@ -115,21 +115,12 @@ class Freezer:
                 parameter.requires_grad_(part is None or matches(name, part))
         for layer in self._resting:
             layer.training = True
-        self._resting = [] if part is None else _with_buffers(module, part)
-        for layer in self._resting:
-            layer.training = False
-
-
-def _with_buffers(module: nn.Module, part: Pattern) -> list[nn.Module]:
-    """The layers outside of a part that may keep statistics of what they see."""
-    return [
-        layer
-        for place, layer in module.named_modules()
-        if place
-        and layer.training
-        and (names := [name for name, _ in layer.named_buffers(place, recurse=False)])
-        and not any(matches(name, part) for name in names)
-    ]
+        self._resting = []
+        for place, layer in module.named_modules():
+            buffers = [name for name, _ in layer.named_buffers(place, recurse=False)]  # statistics of what it sees
+            if place and part and layer.training and buffers and not any(matches(name, part) for name in buffers):
+                self._resting.append(layer)
+                layer.training = False
 
 
 def stepped_by(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -16,8 +16,8 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.federation.ranks import together
 from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
 from lightning_fcl.tasks.ridge import RidgeTask
 
 if TYPE_CHECKING:
@@ -79,10 +79,9 @@ class Unlearning(Method):
                 )
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory = client.memory
-        federation = client.federation
-        reductions = federation.server.reductions if federation is not None else {}
-        sums = [name for name, reduction in reductions.items() if reduction.name == "sum"]
+        memory, federation = client.memory, client.federation
+        assert federation is not None  # as it needs one
+        sums = [name for name, reduction in federation.server.reductions.items() if reduction.name == "sum"]
         if not sums:
             return memory
         same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])

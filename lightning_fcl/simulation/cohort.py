@@ -17,7 +17,7 @@ from lightning_fcl.data.orders import order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import TakesAlike
+from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import epochs_of, rehearsed_by
 from lightning_fcl.methods.declaration import Declaration, client_of
@@ -38,7 +38,8 @@ class Cohort:
     def __init__(self, federation: Federation, names: Sequence[str], round: int) -> None:
         self._stream = stream = federation.stream
         self._seed, self._module = federation.seed, federation.module
-        self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, TakesAlike)
+        # Batches of modules' own steps are stacked and never padded: lists of `Alike`.
+        self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, StepTrainer)
         self._rehearsed = rehearsed_by(federation.methods, federation.client_before)
         epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
         parts = stream.client_rounds(names, round)

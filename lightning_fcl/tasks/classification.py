@@ -14,7 +14,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.har_cnn import HARCNN
-from lightning_fcl.tasks.network import NetworkTask, embedding_body
+from lightning_fcl.tasks.task import NetworkTask, embedding_body
 
 
 @runtime_checkable

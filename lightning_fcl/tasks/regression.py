@@ -12,7 +12,7 @@ from torchmetrics import MeanSquaredError, Metric, MetricCollection, R2Score
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
-from lightning_fcl.tasks.network import NetworkTask
+from lightning_fcl.tasks.task import NetworkTask
 
 
 class Regressor(NetworkTask):

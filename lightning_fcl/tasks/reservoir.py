@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
+from torchmetrics import MeanSquaredError, Metric, R2Score
 
 from lightning_fcl.errors import one_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
-from lightning_fcl.tasks.reservoir_trainer import ReservoirTrainer
 from lightning_fcl.tasks.ridge import RidgeTask
 from lightning_fcl.tasks.ridge_targets import Numbers, OneHot, ReadoutTargets
-from lightning_fcl.tasks.ridge_trainer import Share
-from lightning_fcl.tasks.task import one_local_epoch
+from lightning_fcl.tasks.ridge_trainer import ReservoirTrainer, Share
 
 if TYPE_CHECKING:
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity
@@ -74,7 +72,7 @@ class ReservoirTask(RidgeTask):
 
     def pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What the readout sees and should say: (steps, batch, N_R) and (steps, batch, outputs), block after block."""
-        targets = self.targets.of(y)
+        targets = self.targets.encode(y)
         per_step = targets.dim() == 3
         if per_step and self.features == "mean":
             raise ValueError('Expected a label for each sequence with `readout="mean"` but got one for each step.')
@@ -91,7 +89,6 @@ class ReservoirTask(RidgeTask):
             start += len(states)
 
     def on_train_start(self) -> None:
-        one_local_epoch(self, " The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`.")
         super().on_train_start()
         if self.trainer.precision not in ("32-true", "64-true"):
             raise ValueError(
@@ -116,7 +113,7 @@ class ReservoirTask(RidgeTask):
         return torch.optim.SGD([self.reservoir.gain, self.reservoir.bias], lr=0.0)
 
     def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> ReservoirTrainer:
-        self.check_federation(federation, shaping)
+        super().local_trainer(federation, shaping)
         if federation.participation.may_miss:
             raise ValueError(
                 f"Expected a `swarm` without `dropout` and `missing` for a `{type(self).__name__}`, whose clients "
@@ -189,8 +186,6 @@ class ReservoirRegressor(ReservoirTask):
         torch.Size([5, 10, 1])
     """
 
-    targets: Numbers
-
     def __init__(
         self,
         reservoir: EchoStateNetwork,
@@ -205,4 +200,4 @@ class ReservoirRegressor(ReservoirTask):
 
     def measures(self) -> Mapping[str, Metric]:
         """Mean squared error and coefficient of determination, by which `ContinualMetrics` measures."""
-        return self.targets.measures()
+        return {"MSE": MeanSquaredError(), "R2": R2Score()}

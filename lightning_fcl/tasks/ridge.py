@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
@@ -20,15 +18,12 @@ from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
-from lightning_fcl.tasks.network import embedding_body
 from lightning_fcl.tasks.ridge_targets import OneHot, ReadoutTargets
 from lightning_fcl.tasks.ridge_trainer import RidgeTrainer, Share
-from lightning_fcl.tasks.task import Task, one_local_epoch
+from lightning_fcl.tasks.task import Task, embedding_body
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
-
-log = logging.getLogger(__name__)
 
 
 class RidgeTask(Task):
@@ -41,14 +36,6 @@ class RidgeTask(Task):
 
     What (A, B) reveals: of a client with fewer samples than there are features, their span, and of one with a single
     sample that sample's features. Hence ``min_samples``; adding up under secure aggregation is the remedy.
-
-    Args:
-        features: Numbers that the readout sees.
-        targets: What it should say.
-        beta: Regulariser; of several, the one that does best on the validation samples after each round.
-        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
-        symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as there are features.
     """
 
     def __init__(
@@ -76,7 +63,6 @@ class RidgeTask(Task):
             RidgeReadout(1, 1, beta)  # refuses what is no regulariser
         self.share = share
         self.min_samples = features if min_samples is None else min_samples
-        self._warned: set[str] = set()
         self.val_metric, self.test_metric = targets.metric(), targets.metric()
 
     @property
@@ -94,7 +80,7 @@ class RidgeTask(Task):
 
     def pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What the readout sees and should say: (steps, batch, features) and (steps, batch, outputs), by blocks."""
-        targets = self.targets.of(y)
+        targets = self.targets.encode(y)
         for states in self.seen(x):
             yield states, targets.expand(len(states), *targets.shape)
 
@@ -123,7 +109,6 @@ class RidgeTask(Task):
         self.optimizers().step()  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
-        one_local_epoch(self)
         if self.trainer.max_epochs == -1:
             raise ValueError(
                 "Expected `max_epochs` to be a number but got -1: the readout learns in the last epoch of a fit."
@@ -142,15 +127,12 @@ class RidgeTask(Task):
         if self.share == "statistics":
             self.solve()
 
+    @torch.no_grad()
     def solve(self) -> None:
         """Set the readout's weights from its statistics, with the only regulariser or the best one."""
-        if len(self.betas) > 1:
-            self._choose_beta()
-        else:
+        if len(self.betas) == 1:
             self.readout.solve()
-
-    @torch.no_grad()
-    def _choose_beta(self) -> None:
+            return
         trainer, stream = self.trainer, stream_of(self.trainer)
         loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:
@@ -168,17 +150,12 @@ class RidgeTask(Task):
         self.readout.beta = self.betas[best]
         self.readout.weight.copy_(solutions[best])
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, f"val/{self.targets.quantity}", self.val_metric)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, f"test/{self.targets.quantity}", self.test_metric)
-
-    def _evaluate(self, batch: Batch, name: str, metric: Metric) -> None:
+    def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
+        metric = self.val_metric if stage == "val" else self.test_metric
         x, y = batch
         for states, wanted in self.pairs(x, y):
-            metric.update(*self.targets.compared(self.readout(states), wanted))
-        self.log(name, metric, batch_size=len(y))
+            metric.update(*self.targets.decode(self.readout(states), wanted))
+        self.log(f"{stage}/{self.targets.quantity}", metric, batch_size=len(y))
 
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)  # nothing descends
@@ -186,12 +163,13 @@ class RidgeTask(Task):
     # What a federation asks for.
 
     def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> RidgeTrainer:
-        self.check_federation(federation, shaping)
-        return RidgeTrainer(self, federation.strategy.cohort_size)
-
-    def check_federation(self, federation: Federation, shaping: Sequence[str]) -> None:
-        """Refuse what a federation cannot do with sums."""
-        name, rules = type(self).__name__, federation.strategy.rules
+        """The trainer of the readouts of many clients; what a federation cannot do with sums is refused."""
+        name, strategy, rules = type(self).__name__, federation.strategy, federation.strategy.rules
+        if strategy.local_epochs != 1:
+            raise ValueError(
+                f"Expected the strategy's `local_epochs` to be 1 for a `{name}`, whose readout takes one pass, but got "
+                f"{strategy.local_epochs}. The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`."
+            )
         if reductions_of(self, rules) != reductions_of(self):
             raise ValueError(
                 f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
@@ -207,6 +185,7 @@ class RidgeTask(Task):
                 f"Expected `{name}` not to override `training_step`: in a federation clients run through its body side "
                 "by side. Override `pairs` instead."
             )
+        return RidgeTrainer(self, strategy.cohort_size)
 
     @property
     def local_models(self) -> bool:
@@ -215,13 +194,6 @@ class RidgeTask(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         return {"betas": self.betas, "share": self.share}
-
-    def warn_of_few(self, client: str, samples: int) -> None:
-        """Warn, once for each client, of statistics that may reveal their data."""
-        if samples < self.min_samples and client not in self._warned:
-            self._warned.add(client)
-            what = f"of client {client} are of {samples} samples, below `min_samples`={self.min_samples}"
-            log.warning("The statistics %s: they can reveal its data. Wait for more, or use secure aggregation.", what)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["beta"] = self.readout.beta

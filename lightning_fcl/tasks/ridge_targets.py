@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanSquaredError, Metric, R2Score
+from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.errors import at_least
-from lightning_fcl.tasks.task import one_hot
-
-
-class ReadoutTargets(Protocol):
-    """What a readout should say of samples, and how good it is."""
-
-    outputs: int
-    """How many numbers it says."""
-
-    quantity: str
-    """What is logged in evaluation."""
-
-    def of(self, y: Tensor) -> Tensor:
-        """What it should say: (batch, outputs), or (batch, time, outputs) for targets of every step."""
-
-    def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        """How good each of several readouts is, the more the better: (..., readouts, outputs), (..., outputs)."""
-
-    def metric(self) -> Metric:
-        """A new metric of the quantity."""
-
-    def compared(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """What the metric compares: of outputs and targets, both of shape (..., outputs)."""
 
 
 class OneHot:
@@ -46,22 +21,31 @@ class OneHot:
         self.outputs = num_classes
         self.signed = signed
 
-    def of(self, y: Tensor) -> Tensor:
+    def encode(self, y: Tensor) -> Tensor:
+        """What the readout should say of samples: (batch, outputs), or (batch, time, outputs) for every step."""
         if y.is_floating_point():
             raise ValueError(
                 f"Expected whole numbers as labels but got {y.dtype}. `ReservoirRegressor` takes such targets."
             )
-        targets = one_hot(y, self.outputs)
+        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.outputs:
+            wrong = int(y[(y < 0) | (y >= self.outputs)][0])
+            raise ValueError(
+                f"Expected labels between 0 and {self.outputs - 1} but got {wrong}. Set `num_classes` to the data's "
+                "number of classes."
+            )
+        targets = F.one_hot(y.long(), self.outputs).double()
         return targets * 2 - 1 if self.signed else targets
 
     def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
+        """How good each of several readouts is, the more the better: (..., readouts, outputs), (..., outputs)."""
         right = outputs.argmax(dim=-1) == wanted.argmax(dim=-1)[..., None]
         return right.double().flatten(0, -2).sum(dim=0)
 
     def metric(self) -> Metric:
         return MulticlassAccuracy(self.outputs, average="micro")
 
-    def compared(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """What the metric compares: of outputs and targets, both of shape (..., outputs)."""
         return outputs.argmax(dim=-1).flatten(), wanted.argmax(dim=-1).flatten()
 
 
@@ -74,7 +58,7 @@ class Numbers:
         at_least(1, outputs=outputs)
         self.outputs = outputs
 
-    def of(self, y: Tensor) -> Tensor:
+    def encode(self, y: Tensor) -> Tensor:
         if y.dim() not in (2, 3) or y.shape[-1] != self.outputs:
             raise ValueError(
                 f"Expected targets of shape (batch, {self.outputs}), or (batch, time, {self.outputs}), but got "
@@ -90,8 +74,8 @@ class Numbers:
     def metric(self) -> Metric:
         return MeanSquaredError()
 
-    def measures(self) -> Mapping[str, Metric]:
-        return {"MSE": MeanSquaredError(), "R2": R2Score()}
-
-    def compared(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.float().flatten(), wanted.float().flatten()
+
+
+ReadoutTargets = OneHot | Numbers

@@ -1,7 +1,8 @@
-"""Local training of many readouts at once: one pass through the body serves all clients, each has its own sums."""
+"""Local training of many readouts at once: clients share the body, each has sums, gain and bias of its own."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,10 @@ from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.models.ridge import solve, square
 
 if TYPE_CHECKING:
+    from lightning_fcl.tasks.reservoir import ReservoirTask
     from lightning_fcl.tasks.ridge import RidgeTask
+
+log = logging.getLogger(__name__)
 
 Share = Literal["statistics", "weights"]
 """What a client sends."""
@@ -39,6 +43,7 @@ class RidgeTrainer:
         self.memories: Sequence[Sequence[Memory]] = ()
         self._a = self._b = torch.empty(0)
         self._n: list[int] = []
+        self._warned: set[str] = set()
 
     def begin(
         self,
@@ -68,9 +73,16 @@ class RidgeTrainer:
 
     def finish(self) -> Trained:
         module = self.module
-        for client_round, n in zip(self.client_rounds, self._n, strict=True):
-            if module.share == "statistics":
-                module.warn_of_few(client_round.client, n)
+        for part, n in zip(self.client_rounds, self._n, strict=True):
+            if module.share == "statistics" and n < module.min_samples and part.client not in self._warned:
+                self._warned.add(part.client)
+                log.warning(
+                    "The statistics of client %s are of %d samples, below `min_samples`=%d: they can reveal its data. "
+                    "Wait for more, or use secure aggregation.",
+                    part.client,
+                    n,
+                    module.min_samples,
+                )
         changed = {
             "readout.A": self._a,
             "readout.B": self._b,
@@ -82,6 +94,53 @@ class RidgeTrainer:
                 [solve(a, square(b, a.shape[1]), module.readout.beta) for a, b in each]
             )
         return Trained(with_rows(module, len(self.client_rounds)) | changed, self.memories)
+
+
+class ReservoirTrainer(RidgeTrainer):
+    """A `RidgeTrainer` that adapts reservoirs in the rounds before their readouts are learnt."""
+
+    def __init__(self, module: ReservoirTask, cohort_size: int | Literal["auto"] = "auto") -> None:
+        super().__init__(module, cohort_size)
+        self._task = module
+        self._gain = self._bias = torch.empty(0)
+
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        if not self._task.adapting:
+            super().begin(clients, states, memories, optimizers)
+            return
+        self.client_rounds, self.memories = clients, memories
+        self._gain, self._bias = (
+            torch.stack([state[f"reservoir.{name}"] for state in states]) for name in ("gain", "bias")
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
+        if not self._task.adapting:
+            super().training_step(batch, batch_idx, weight)
+            return
+        assert weight is not None  # batches are stacked
+        self._task.count_step()
+        rule, reservoir, real = self._task.plasticity, self._task.reservoir, weight > 0
+        if rule is None:
+            return
+        owner = real.nonzero()[:, 0]
+        rows = reservoir.plasticity(batch[0][real], rule.mu, rule.sigma, self._gain[owner], self._bias[owner])
+        active = real.any(dim=1)
+        counts = real.sum(dim=1, keepdim=True)[active]
+        dg, db = (torch.zeros_like(self._gain).index_add_(0, owner, row)[active] / counts for row in rows)
+        moved = rule.step(self._gain[active], self._bias[active], dg, db, reservoir.layers)
+        self._gain[active], self._bias[active] = moved
+
+    def finish(self) -> Trained:
+        if not self._task.adapting:
+            return super().finish()
+        states = with_rows(self._task, len(self.client_rounds))
+        return Trained({**states, "reservoir.gain": self._gain, "reservoir.bias": self._bias}, self.memories)
 
 
 def with_rows(module: RidgeTask, clients: int) -> State:

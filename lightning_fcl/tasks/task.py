@@ -1,21 +1,25 @@
-"""What tasks share: each tells what it was made with, and is made again from its checkpoints."""
+"""What tasks share: each tells what it was made with, and is made again from its checkpoints; networks that learn."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import lightning.pytorch as L
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import check_state, load_entries
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
+from lightning_fcl.federation.protocol import ranks_of
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.models.described import Described, cast_arguments, rebuild
+from lightning_fcl.models.readout import EmbedsSamples
 
 
 class Task(Described, L.LightningModule):
@@ -38,10 +42,10 @@ class Task(Described, L.LightningModule):
         """
         read = partial(torch.load, map_location=map_location, weights_only=True)
         checkpoint = read_checkpoint(read, checkpoint_path)
-        told = checkpoint.get("hyper_parameters", {})
-        if not isinstance(told, Mapping):
-            raise ValueError(f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {told!r}.")
-        made = {key: rebuild(value, key) for key, value in told.items() if key not in arguments}
+        hparams = checkpoint.get("hyper_parameters", {})
+        if not isinstance(hparams, Mapping):
+            raise ValueError(f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {hparams!r}.")
+        made = {key: rebuild(value, key) for key, value in hparams.items() if key not in arguments}
         task = cls(**cast_arguments(cls, {**made, **arguments}, cls.__name__))
         task.on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]
@@ -52,24 +56,93 @@ class Task(Described, L.LightningModule):
             task.load_state_dict(state, strict=False)
         return task
 
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.evaluate(batch, "val")
 
-def one_hot(y: Tensor, num_classes: int) -> Tensor:
-    """Labels as vectors of 0 and 1, in double precision."""
-    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
-        wrong = int(y[(y < 0) | (y >= num_classes)][0])
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.evaluate(batch, "test")
+
+    def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
+        """Log how good a batch's predictions are."""
+        raise NotImplementedError
+
+
+class _EpochLoss:
+    """The loss of an epoch's samples, over all clients: attributes of the task itself begin anew with each."""
+
+    def __init__(self) -> None:
+        self.total, self.samples = torch.zeros(()), 0
+
+
+class NetworkTask(Task):
+    """A network trained by the mean of its samples' losses; it states that loss apart, so that cohorts can train it."""
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory | None) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+        self._loss = _EpochLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            output: Tensor = self.model(x)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # memory that has run out, or a network without `forward`
+                raise
+            raise ValueError(
+                f"Expected `model` to take samples of the data, of shape {tuple(x.shape[1:])}, but "
+                f"{type(self.model).__name__} gave: {error}. Fit its arguments to the data; what cannot be vectorised "
+                "trains with `cohort_size=1`."
+            ) from error
+        return output
+
+    def network(self) -> nn.Module:
+        """A plain network that predicts as this task does now."""
+        return copy.deepcopy(self.model)
+
+    def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """The loss of every sample, shape (batch,)."""
+        raise NotImplementedError
+
+    def why_not_vectorized(self) -> str | None:
+        """The reason why clients must train one at a time: a training step that is not the mean of `sample_loss`."""
+        if type(self).training_step is not NetworkTask.training_step:
+            return f"`{type(self).__name__}` overrides `training_step`"
+        return None if self.automatic_optimization else f"`{type(self).__name__}` optimises by hand"
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.sample_loss(self(x), y).mean()
+        self.count_loss(loss.detach() * len(y), len(y))
+        return loss
+
+    def count_loss(self, total: Tensor, samples: int) -> None:
+        """Add to the training loss of the epoch, logged at its end: logging costs as much as a small model's step."""
+        self._loss.total = self._loss.total + total
+        self._loss.samples += samples
+
+    def on_train_epoch_end(self) -> None:
+        of_ranks = ranks_of(self.trainer).share((self._loss.total, self._loss.samples))
+        total, samples = (sum(column[1:], column[0]) for column in zip(*of_ranks, strict=True))
+        if samples:
+            self.log("train/loss", total / samples, batch_size=1)
+        self._loss = _EpochLoss()
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        output: Tensor = self(batch[0] if isinstance(batch, list | tuple) else batch)
+        return output
+
+    def configure_optimizers(self) -> Optimizer:
+        if self.optimizer is None:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+        return make_optimizer(self.optimizer, self.parameters())
+
+
+def embedding_body(model: nn.Module) -> EmbedsSamples:
+    """A network that tells its features; another one is refused."""
+    if not (isinstance(model, EmbedsSamples) and isinstance(model.features, int)):
         raise ValueError(
-            f"Expected labels between 0 and {num_classes - 1} but got {wrong}. Set `num_classes` to the data's number "
-            "of classes."
+            f"Expected a `model` with `embed(x)` and `features`, their number, but got a `{type(model).__name__}`. Use "
+            "one of `lightning_fcl.models`, or define them."
         )
-    return F.one_hot(y.long(), num_classes).double()
-
-
-def one_local_epoch(module: L.LightningModule, more: str = "") -> None:
-    """Refuse several local epochs for a module whose readout adds up samples: they would count several times."""
-    federation = federation_of(module.trainer)
-    epochs = federation.strategy.local_epochs if federation is not None else 1
-    if epochs != 1:
-        raise ValueError(
-            f"Expected the strategy's `local_epochs` to be 1 for a `{type(module).__name__}`, whose readout takes one "
-            f"pass, but got {epochs}.{more}"
-        )
+    return model

@@ -258,10 +258,6 @@ def test_mix():
 
 
 def test_refusals(fit, make_stream, make_task, quiet):
-    with pytest.raises(ValueError, match="`alpha0` to be between 0 and 1 but got"):
-        APFL(1.5)
-    with pytest.raises(ValueError, match="`alpha_lr` to be at least 0 but got -1"):
-        APFL(alpha_lr=-1)
     with pytest.raises(ValueError, match="for `APFL` but got a plain one: with a single client"):
         L.Trainer(max_epochs=1, callbacks=[APFL()], **quiet).fit(make_task(), datamodule=make_stream(clients=1))
     with pytest.raises(ValueError, match="`APFL` trains one client at a time"):

@@ -1,7 +1,6 @@
 """BCN: both players' moves, and the same training by hand."""
 
 import copy
-import re
 from functools import partial
 
 import numpy as np
@@ -198,13 +197,6 @@ def test_random_layers_and_running_statistics(make_task, samples, train):
 # Where it runs.
 
 
-def test_the_first_task_is_fine_tuning(make_task, samples, train, assert_same):
-    plain, fine = make_task(), make_task()
-    train(plain, [BCN(1.0)], samples(), epochs=3)
-    train(fine, [], samples(), epochs=3)
-    assert_same(plain, fine, 0)
-
-
 @pytest.mark.seconds
 def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):
     assert_fine_tunes_without(partial(BCN, 1.0))
@@ -226,12 +218,6 @@ def test_every_client_remembers_every_task(fit, make_stream, make_task):
     trainer = fit(make_task(), make_stream(rounds_per_experience=1), [BCN(0.2)], participation=1)
     for client in "012":
         assert trainer.strategy.server.store[client]["BCN"]["task"].unique().tolist() == [0, 1]
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, store):
-    assert_resumes(make_task, partial(BCN, 0.3), client_store=store)
 
 
 @pytest.mark.seconds
@@ -269,23 +255,3 @@ def test_what_it_cannot_work_with(fit, make_stream, make_task, samples, train):
                 train(task, [method], (x.long(), y))
         else:
             train(task, [method], (x.long(), y))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"beta": -1.0}, "Expected `beta` to be at least 0 but got -1.0."),
-        ({"eps": float("nan")}, "Expected `eps` to be at least 0 but got nan."),
-        ({"x_steps": -1}, "Expected `x_steps` to be at least 0 but got -1."),
-        ({"theta_steps": -1}, "Expected `theta_steps` to be at least 0 but got -1."),
-        ({"inner_lr": 0.0}, "Expected `inner_lr` to be above 0 but got 0.0."),
-        ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
-        (
-            {"max_size": 1.5},
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
-        ),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        BCN(**arguments)

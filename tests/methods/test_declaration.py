@@ -17,11 +17,9 @@ from lightning_fcl.callbacks import AGEM, BCN, EWC, GEM, DERpp, FedProto, FLwF, 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.compose import check_compatible, compose, methods_of
-from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
+from lightning_fcl.methods.compose import Recalled, check_compatible, compose, methods_of
+from lightning_fcl.methods.declaration import Declaration, Needs, overrides, shapes_loss
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.needs import Needs
-from lightning_fcl.methods.recalls import Recalled
 from lightning_fcl.methods.step import Freezer, Step, matches
 from lightning_fcl.randomness import keys_of, numbers
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from lightning_fcl.callbacks import DERpp
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.compose import Recalled
 from lightning_fcl.methods.functional import predictions
-from lightning_fcl.methods.recalls import Recalled
 from lightning_fcl.methods.step import Step
 from lightning_fcl.randomness import keys_of
 
@@ -83,12 +83,3 @@ def test_the_reservoir_is_uniform_over_all_that_was_offered(make_task, train, sa
         counts[memory["x"][:, 0].long()] += 1
     assert counts.sum() == 2000
     assert (counts - 100).abs().max() < 4.5 * (400 * 0.25 * 0.75) ** 0.5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"max_size": 0}, "`max_size`"), ({"alpha": -1.0}, "`alpha`"), ({"batch_size": 0}, "`batch_size`")],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=f"Expected {message} to be at least"):
-        DERpp(**arguments)

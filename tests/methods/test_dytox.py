@@ -451,23 +451,6 @@ def test_a_recipe_names_it():
         assert {name: getattr(method, name) for name in arguments} == arguments
 
 
-def test_wrong_arguments():
-    for options, message in (
-        (
-            {"max_size": -1},
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got",
-        ),
-        ({"max_size": 1.5}, "but got 1.5."),
-        ({"distillation": "no"}, 'Expected `distillation` to be "auto" or a number but got "no".'),
-        ({"distillation": -1.0}, "Expected `distillation` to be at least 0 but got -1.0."),
-        ({"temperature": 0.0}, "Expected `temperature` to be above 0 but got 0.0."),
-        ({"divergence": -0.1}, "Expected `divergence` to be at least 0 but got -0.1."),
-        ({"balanced_epochs": -1}, "Expected `balanced_epochs` to be at least 0 but got -1."),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            DyToxTraining(**options)
-
-
 def test_what_it_cannot_work_with(fit, quiet):
     x, y = arrays()
     domains = FederatedStream.from_arrays(

@@ -128,8 +128,6 @@ def test_beside_a_teacher(fit, make_stream, make_task):
     fit(make_task(), make_stream(), [FLwF2T(0.3, 0.3), FedProto()], cohort_size=3)
 
 
-def test_wrong_arguments_and_modules(fit, make_stream):
-    with pytest.raises(ValueError, match='Expected `predict` to be "nearest" or "head" but got "heat"'):
-        FedProto(predict="heat")
+def test_a_module_without_features(fit, make_stream):
     with pytest.raises(ValueError, match=r"Expected a `model` with `embed\(x\)` and `features`"):
         fit(Classifier(nn.Linear(6, 4), 4), make_stream(), [FedProto()])

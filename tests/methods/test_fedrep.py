@@ -135,8 +135,6 @@ def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
 
 
 def test_refusals(fit, make_stream, quiet):
-    with pytest.raises(ValueError, match="`head_epochs` to be at least 1 but got 0"):
-        FedRep(head_epochs=0)
     with pytest.raises(ValueError, match=r'has the reduction "mean". Give the strategy `reductions=\{"model.head.\*"'):
         fit(make_task(), make_stream(), [FedRep()])
     with pytest.raises(ValueError, match=r"`model.tail.\*` matches 0 of 6"):

@@ -400,22 +400,6 @@ def test_refusals(fit, quiet, make_stream, make_task):
         fit(own_task(), own_stream(), [FedWEIT()], reductions=OWN, cohort_size=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"l1": -1.0}, "Expected `l1` to be at least 0 but got -1.0."),
-        ({"l2": -1.0}, "Expected `l2` to be at least 0 but got -1.0."),
-        ({"mask_l1": -2.0}, "Expected `mask_l1` to be at least 0 but got -2.0."),
-        ({"weight_decay": float("nan")}, "Expected `weight_decay` to be at least 0 but got nan."),
-        ({"sparsity": 1.0}, "Expected `sparsity` to be at least 0 and below 1 but got 1.0."),
-        ({"kb_size": -1}, "Expected `kb_size` to be at least 0 but got -1."),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        FedWEIT(**arguments)
-
-
 # One mask and one adaptive for all tasks.
 
 

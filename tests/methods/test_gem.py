@@ -14,7 +14,7 @@ from torch import nn
 from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.episodic import labelled, past_tasks, remember_task, stratified
+from lightning_fcl.methods.episodic import finite_pairs, past_tasks, remember_task, stratified
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import project
 
@@ -132,7 +132,7 @@ def test_number_and_share():
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
     x, y = torch.randn(9, 2, 3), torch.arange(9)
-    assert all(left is right for left, right in zip(labelled([x, y]), (x, y), strict=True)) and not caplog.records
+    assert all(left is right for left, right in zip(finite_pairs([x, y]), (x, y), strict=True)) and not caplog.records
     x[4, 1, 2] = x[7, 0, 0] = number
     memory = remember_task({}, [x, y], ClientRound("a", 0), 1.0, generator())
     assert memory["y"].tolist() == [0, 1, 2, 3, 5, 6, 8] and torch.equal(memory["x"], x[memory["y"]])
@@ -179,20 +179,6 @@ def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
 
 
 # What becomes of the gradient.
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("method", METHODS)
-def test_the_first_task_is_fine_tuning(fit, make_stream, make_task, samples, train, assert_same, method):
-    plain, fine = make_task(), make_task()
-    train(plain, [METHODS[method]()], samples(), epochs=3)
-    train(fine, [], samples(), epochs=3)
-    assert_same(plain, fine, 0)
-    stream = {"experiences": 1, "rounds_per_experience": 3, "clients": 3}
-    together, fine = make_task(), make_task()
-    fit(together, make_stream(**stream), [METHODS[method]()], cohort_size=1)
-    fit(fine, make_stream(**stream), cohort_size=1)
-    assert_same(together, fine, 0)
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.5])
@@ -351,13 +337,6 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, ass
         assert_same(fine, tasks[0], 1e-3)
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize("method", [lambda: GEM(0.3), lambda: AGEM(5, batch_size=3)])
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, store, method):
-    assert_resumes(make_task, method, client_store=store)
-
-
 def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):
     assert_fine_tunes_without(partial(GEM, 1.0))
 
@@ -403,26 +382,3 @@ def test_what_it_cannot_work_with(make_task, samples, train):
         train(make_task(), [GEM(), FedProx(0.1), AGEM()], samples())
     with pytest.raises(TypeError, match=r"Expected samples `\[x, y\]` to remember but got 3 parts"):
         remember_task({}, [1, 2, 3], ClientRound("a", 0), 1, generator())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GEM(margin=-1.0), "Expected `margin` to be at least 0 but got -1.0."),
-        (
-            lambda: GEM(0),
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.",
-        ),
-        (
-            lambda: AGEM(1.5),
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
-        ),
-        (
-            lambda: AGEM(batch_size=0),
-            "Expected `batch_size` to be at least 1 but got 0.",
-        ),
-    ],
-)
-def test_wrong_arguments(make, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        make()

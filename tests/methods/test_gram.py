@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.methods import gram as module
-from lightning_fcl.methods.gram import gram
+from lightning_fcl.methods import projection as module
+from lightning_fcl.methods.projection import gram
 
 pytestmark = pytest.mark.rounding
 
@@ -25,7 +25,7 @@ def expected(rows, last):
 @pytest.mark.parametrize("p", [1, 5, 2047, 2048, 2049, 3 * 2048, 40_001])
 def test_products_of_any_number_and_length(monkeypatch, function, k, p):
     monkeypatch.setattr(module, "_CONVERTED", 2**16)  # several pieces, the last of which is not full
-    monkeypatch.setattr(module, "_PIECE", 2**12)
+    monkeypatch.setattr(module, "_MATRIX_PIECE", 2**12)
     rows, last = vectors(k, p)
     result, correct = getattr(module, function)(rows, last), expected(rows, last)
     lengths = np.sqrt(correct.diagonal())

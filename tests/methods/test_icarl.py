@@ -10,7 +10,7 @@ from lightning_fcl.callbacks import ICaRL, LwF, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.icarl import herd
+from lightning_fcl.methods.prototypes import herd
 from lightning_fcl.models import MLP
 
 
@@ -119,8 +119,3 @@ def test_a_client_that_was_not_drawn_chooses_exemplars_if_it_has_taken_part(make
     memory = method.on_download(Client({}, dict(task.state_dict()), ClientRound("a", 0, num_classes=4)))
     ended = method.end_round(Client(memory, part=undrawn, module=task), task.state_dict(), data)
     assert len(ended["y"]) == 4 and not ended["seen"].any()
-
-
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="Expected `max_size` to be at least 1 but got 0"):
-        ICaRL(0)

@@ -327,13 +327,3 @@ def test_modules_that_are_refused(samples, train):
     message = "Expected `Lossless.forward` to return a tensor but got tuple. Return the logits alone."
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         train(Lossless(), [MAS()], samples())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_wrong_arguments(kind, make_task):
-    with pytest.raises(ValueError, match=r"^Expected `strength` to be at least 0 but got -1\.$"):
-        KINDS[kind](strength=-1)
-    with pytest.raises(ValueError, match=r"^Expected `decay` to be between 0 and 1 but got 1\.5\.$"):
-        KINDS[kind](decay=1.5)
-    with pytest.raises(RuntimeError, match=r"^Expected a client of a Trainer for `client\.module` but got one of none"):
-        KINDS[kind]().on_download(Client({}, make_task().state_dict(), ClientRound("a", 0)))

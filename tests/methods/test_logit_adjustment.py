@@ -87,8 +87,3 @@ def test_a_plain_trainer_takes_the_epoch_before(make_task, samples, train, asser
     train(other, [], samples([0, 2]), epochs=2)
     with pytest.raises(AssertionError):
         assert_same(one, other, 0)
-
-
-def test_an_argument_out_of_range():
-    with pytest.raises(ValueError, match="Expected `tau` to be at least 0 but got -1"):
-        LogitAdjustment(tau=-1)

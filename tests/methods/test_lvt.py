@@ -18,7 +18,7 @@ from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.lvt import attention_loss, distilled
+from lightning_fcl.methods.lvt import attention_loss
 from lightning_fcl.models import LVT
 
 KEYS = ("model.external_key", "model.external_bias")
@@ -110,9 +110,8 @@ def test_the_attention_loss():
 def test_distillation_among_some_classes_is_that_of_their_logits():
     torch.manual_seed(0)
     student, teacher = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
-    torch.testing.assert_close(distilled(student, teacher, 3.0), distillation_loss(student, teacher, 3.0))
     outside = torch.tensor([True, False, False, True, False, True])
-    masked = distilled(student.masked_fill(outside, -torch.inf), teacher.masked_fill(outside, -torch.inf))
+    masked = distillation_loss(student.masked_fill(outside, -torch.inf), teacher.masked_fill(outside, -torch.inf))
     torch.testing.assert_close(masked, distillation_loss(student[:, ~outside], teacher[:, ~outside]))
     gradient = torch.autograd.grad(masked.sum(), student)[0]
     sliced = torch.autograd.grad(distillation_loss(student[:, ~outside], teacher[:, ~outside]).sum(), student)[0]
@@ -227,13 +226,6 @@ def test_without_weights_it_is_fine_tuning(fit, make_stream, make_net, assert_sa
         assert_same(used, fine, 1e-3)
 
 
-def test_the_first_task_is_fine_tuning(make_net, samples, train, assert_same):
-    plain, fine = make_net(), make_net()
-    train(plain, [LVTMethod(9.0, 9.0, 9.0)], samples(), epochs=3)
-    train(fine, [], samples(), epochs=3)
-    assert_same(plain, fine, 0)
-
-
 def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
     drawn, randperm, (first, second) = [], torch.randperm, (samples([0, 1]), samples([2, 3], seed=1))
 
@@ -288,12 +280,6 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_net, store):
-    assert_resumes(make_net, LVTMethod, client_store=store)
-
-
-@pytest.mark.seconds
 @pytest.mark.parametrize("participation", [1.0, 1])
 def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit, participation):
     x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)
@@ -344,19 +330,3 @@ def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples
     train(make_task(), [LVTMethod(gamma=0.0)], samples())
     with pytest.raises(ValueError, match="`LVTMethod` trains one client at a time"):
         fit(make_net(), make_stream(), [LVTMethod()], cohort_size=3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gamma": -1.0}, "Expected `gamma` to be at least 0 but got -1.0."),
-        ({"alpha": float("nan")}, "Expected `alpha` to be at least 0 but got nan."),
-        ({"beta": -0.5}, "Expected `beta` to be at least 0 but got -0.5."),
-        ({"rho": 0.0}, "Expected `rho` to be above 0 and at most 1 but got 0.0."),
-        ({"temperature": 0.0}, "Expected `temperature` to be above 0 but got 0.0."),
-        ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        LVTMethod(**arguments)

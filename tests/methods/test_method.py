@@ -15,6 +15,7 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import (
     AGEM,
     APFL,
+    BCN,
     EWC,
     GEM,
     MAS,
@@ -65,6 +66,37 @@ def test_resumed_is_uninterrupted(make_task, samples, train, assert_same, tmp_pa
     train(whole, callbacks, first)  # a third experience
     train(again, resumed, first)
     assert_same(again, whole, 0)
+
+
+TASKS = {  # of those that remember a client's tasks
+    "GEM": (GEM, {"max_size": 0.3}),
+    "A-GEM": (AGEM, {"max_size": 5, "batch_size": 3}),
+    "BCN": (BCN, {"max_size": 0.3}),
+    "LVT": (LVTMethod, {}),
+}
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, name, store):
+    kind, arguments = TASKS[name]
+
+    def make(seed=0):
+        torch.manual_seed(seed)
+        return make_task(model=with_head(kind))
+
+    assert_resumes(make, lambda: kind(**arguments), client_store=store)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_first_task_is_fine_tuning(make_task, samples, train, assert_same, name):
+    kind, arguments = TASKS[name]
+    model = with_head(kind)
+    tuned, fine = make_task(model=copy.deepcopy(model)), make_task(model=model)
+    train(tuned, [kind(**arguments)], samples(), epochs=3)
+    train(fine, [], samples(), epochs=3)
+    assert_same(tuned, fine, 0)
 
 
 def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path):

@@ -486,22 +486,6 @@ def test_a_module_without_a_reservoir_is_refused(fit, make_stream, make_task):
         fit(make_task(), make_stream(), [IntrinsicPlasticity()])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sigma": 0.0}, "Expected `sigma` to be above 0 and finite but got 0.0."),
-        ({"eta": -0.1}, "Expected `eta` to be above 0 and finite but got -0.1."),
-        ({"eta": float("nan")}, "Expected `eta` to be above 0 and finite but got nan."),
-        ({"min_gain": 0.0}, "Expected `min_gain` to be above 0 and finite but got 0.0."),
-        ({"mu": float("inf")}, "Expected `mu` to be finite but got inf."),
-        ({"local_epochs": 0}, "Expected `local_epochs` to be at least 1 but got 0."),
-    ],
-)
-def test_wrong_arguments(options, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        IntrinsicPlasticity(**options)
-
-
 def test_clients_that_change_experience_at_different_rounds_are_refused(fit, make_series_stream, make_reservoir_task):
     stream = make_series_stream(increments=2, rounds_per_experience=2)
     stream.setup("fit")

@@ -266,30 +266,6 @@ def test_a_batch_that_is_no_list(make_task, samples, train):
         train(make_task(), [Replay(update="round")], samples(), collate=pairs)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"max_size": 0},
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.",
-        ),
-        (
-            {"max_size": 1.5},
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
-        ),
-        (
-            {"max_size": 0.0},
-            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.0.",
-        ),
-        ({"policy": "best"}, 'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "best".'),
-        ({"update": "never"}, 'Expected `update` to be "round" or "experience" but got "never".'),
-    ],
-)
-def test_wrong_arguments(options, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Replay(**options)
-
-
 def avalanche():
     from avalanche.training import storage_policy
 

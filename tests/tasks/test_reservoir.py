@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import ReservoirClassifier, ReservoirRegressor
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, LwF
 from lightning_fcl.models import EchoStateNetwork
-from lightning_fcl.tasks.reservoir_trainer import ReservoirTrainer
+from lightning_fcl.tasks.ridge_trainer import ReservoirTrainer
 
 
 def exactly(message):
@@ -142,22 +142,6 @@ def test_statistics_of_the_weights_are_begun_anew_only_where_the_reservoir_chang
     assert_weight(task, centralized(by_numpy, task, *seen(first)))
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_a_client_is_unlearned(fit, make_series_stream, make_reservoir_task, by_numpy, symmetric):
-    stream, task = make_series_stream(3, 2), make_reservoir_task(symmetric=symmetric)
-    fit(task, stream)
-    gone = make_reservoir_task(symmetric=symmetric)
-    gone.readout.reset(task.reservoir.tag())
-    x, y = seen(stream, client="1")
-    n = gone.add(gone.readout.A[None], gone.readout.B[None], x, y, [len(y)])[0]
-    gone.readout.n += n
-    task.readout.remove(gone.readout.statistics)
-    task.readout.solve()
-    rest = [torch.cat(pair) for pair in zip(seen(stream, client="0"), seen(stream, client="2"), strict=True)]
-    assert task.readout.statistics.n == 9 * len(rest[1])
-    assert_weight(task, centralized(by_numpy, task, *rest))
-
-
 # FedAvg.
 
 
@@ -177,12 +161,6 @@ def test_averaged_readouts_are_the_mean_of_each_clients_own(
         expected = np.average(own, axis=0, weights=list(sizes.values()))
         np.testing.assert_allclose(watch.weights[round], expected, rtol=0, atol=1e-9)
     assert np.abs(expected - centralized(by_numpy, task, *seen(stream))).max() > 1e-3
-
-
-def test_the_average_of_one_client_is_centralized(fit, make_series_stream, make_reservoir_task, by_numpy):
-    stream, task = make_series_stream(1, 3), make_reservoir_task(share="weights")
-    fit(task, stream)
-    assert_weight(task, centralized(by_numpy, task, *seen(stream)))
 
 
 def test_weights_of_clients_in_the_average(fit, make_series_stream, make_reservoir_task, by_numpy):
@@ -654,7 +632,7 @@ def test_what_a_reservoir_cannot_honour_is_refused(fit, make_series_stream, make
         loader = DataLoader(TensorDataset(torch.zeros(2, 5, 2), torch.zeros(2, dtype=torch.long)))
         L.Trainer(max_epochs=-1, **quiet).fit(make_reservoir_task(), loader)
     with pytest.raises(ValueError, match="Expected whole numbers as labels but got"):
-        make_reservoir_task().targets.of(torch.tensor([0.5]))
+        make_reservoir_task().targets.encode(torch.tensor([0.5]))
 
 
 def test_a_checkpoint_of_another_task_is_refused(fit, make_series_stream, make_reservoir_task, tmp_path):

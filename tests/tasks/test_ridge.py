@@ -160,29 +160,6 @@ def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
 
 
 @pytest.mark.seconds
-def test_bytes(fit):
-    metrics, task = ContinualMetrics("none"), RidgeClassifier(network(10), 10)
-    fit(
-        task,
-        FederatedStream.from_arrays(*faces(people=10), scenario=ClassIncremental(2), partition=IID(3), seed=0),
-        [metrics],
-    )
-    for entry in metrics.record["rounds"]:
-        # The upper triangle of B and A in double precision, and a count; back comes the solution.
-        assert set(entry["upload_bytes"].values()) == {(10 * 80 + 80 * 81 // 2) * 8 + 8}
-        assert set(entry["download_bytes"].values()) == {10 * 80 * 8}
-
-
-def test_labels_out_of_range():
-    task = RidgeClassifier(network(), 4)
-    for labels, wrong in (([0, 4], 4), ([-1, 2], -1)):
-        message = f"Expected labels between 0 and 3 but got {wrong}. Set `num_classes` to the data's number of classes."
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            task.include(torch.zeros(2, 1, 16, 16), torch.tensor(labels))
-    assert int(task.readout.n) == 0 and not task.readout.A.any()
-
-
-@pytest.mark.seconds
 def test_a_network_without_features_is_refused():
     message = (
         "Expected a `model` with `embed(x)` and `features`, their number, but got a `Linear`. Use one of "
@@ -192,12 +169,6 @@ def test_a_network_without_features_is_refused():
         RidgeClassifier(torch.nn.Linear(6, 4), 4)
     with pytest.raises(ValueError, match=r"^Expected `beta` to be at least 0 and finite but got -1\.0\.$"):
         RidgeClassifier(network(), 4, beta=-1.0)
-
-
-def test_several_local_epochs_are_refused(fit):
-    with pytest.raises(ValueError, match="`local_epochs` to be 1 for a `RidgeClassifier`"):
-        stream = FederatedStream.from_arrays(*faces(4), scenario=ClassIncremental(2))
-        fit(RidgeClassifier(DSICNet(4, (16, 16)), 4), stream, local_epochs=2)
 
 
 # What it shares with reservoirs.
@@ -242,43 +213,11 @@ def test_clients_that_are_forgotten_have_never_been(fit, make_stream):
     assert_solves(task, *all_rows(stream, without="1"), 4, 0.3)
 
 
-def test_the_best_of_several_regularisers_is_taken(fit, make_stream):
-    stream = toy_stream(make_stream, split=Split(validation=0.3))
-    task = RidgeClassifier(Noisy(), 4, beta=[1e-3, 1e9])
-    fit(task, stream)
-    right, (x, y) = [], stream.take(stream.plan.validation)
-    for beta in task.betas:
-        weight = torch.from_numpy(pooled(task, *all_rows(stream), 4, beta)[2])
-        right.append(int(((task.embed(x) @ weight.T).argmax(1) == y).sum()))
-    assert task.readout.beta == task.betas[int(np.argmax(right))] and right[0] != right[1]
-    with pytest.raises(ValueError, match="Expected validation samples to choose among the 2 values of `beta`"):
-        fit(RidgeClassifier(Noisy(), 4, beta=[1e-3, 1e9]), toy_stream(make_stream))
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_shared_weights_are_the_mean_of_the_clients_own_solutions(fit, make_stream, size):
-    stream, task = toy_stream(make_stream), RidgeClassifier(Noisy(), 4, beta=0.3, share="weights")
-    fit(task, stream, client_weights="uniform", cohort_size=size)
-    own = []
-    for client in stream.plan.clients:
-        x, y = all_rows(stream, without={*stream.plan.clients} - {client})
-        own.append(pooled(task, x, y, 4, 0.3)[2])
-    np.testing.assert_allclose(task.readout.weight, np.mean(own, axis=0), rtol=0, atol=1e-9)
-
-
 def test_it_solves_in_a_plain_trainer(quiet, samples):
     (x, y), task = samples(), RidgeClassifier(Noisy(), 4, beta=0.3)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
     L.Trainer(max_epochs=3, **quiet).fit(task, loader)  # the last epoch counts: each has the same samples
     assert_solves(task, x, y, 4, 0.3)
-
-
-def test_few_samples_are_warned_of(fit, make_stream, caplog):
-    fit(RidgeClassifier(Noisy(), 4, min_samples=1000), toy_stream(make_stream), max_epochs=1)
-    assert "The statistics of client 0 are of" in caplog.text and "below `min_samples`=1000" in caplog.text
-    caplog.clear()
-    fit(RidgeClassifier(Noisy(), 4), toy_stream(make_stream), max_epochs=1)
-    assert "The statistics" not in caplog.text
 
 
 @pytest.mark.seconds

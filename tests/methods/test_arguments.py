@@ -1,0 +1,52 @@
+"""The ranges of the methods' arguments: each refuses what is outside of its own."""
+
+from math import inf, nan
+
+import pytest
+
+from lightning_fcl import callbacks
+
+WRONG = {
+    "AGEM": {"max_size": 1.5, "batch_size": 0},
+    "APFL": {"alpha0": 1.5, "alpha_lr": -1},
+    "BCN": {
+        "beta": -1.0,
+        "eps": nan,
+        "x_steps": -1,
+        "theta_steps": -1,
+        "inner_lr": 0.0,
+        "batch_size": 0,
+        "max_size": 1.5,
+    },
+    "DERpp": {"max_size": 0, "alpha": -1.0, "batch_size": 0},
+    "DyToxTraining": {
+        "max_size": -1,
+        "distillation": "no",
+        "temperature": 0.0,
+        "divergence": -0.1,
+        "balanced_epochs": -1,
+    },
+    "EWC": {"strength": -1, "decay": 1.5},
+    "FedKNOW": {"temperature": 0, "tune_epochs": -1, "rho": 2},
+    "FedProto": {"predict": "heat"},
+    "FedProx": {"mu": -0.1},
+    "FedRep": {"head_epochs": 0},
+    "FedViT": {"rho": 0, "distance": "euclid", "k": 0, "margin": -0.1, "integration_epochs": -1},
+    "FedWEIT": {"l1": -1.0, "l2": -1.0, "mask_l1": -2.0, "weight_decay": nan, "sparsity": 1.0, "kb_size": -1},
+    "GEM": {"margin": -1.0, "max_size": 0},
+    "ICaRL": {"max_size": 0},
+    "IntrinsicPlasticity": {"sigma": 0.0, "eta": nan, "min_gain": 0.0, "mu": inf, "local_epochs": 0},
+    "LVTMethod": {"gamma": -1.0, "alpha": nan, "beta": -0.5, "rho": 0.0, "temperature": 0.0, "batch_size": 0},
+    "LogitAdjustment": {"tau": -1},
+    "MAS": {"strength": -1, "decay": 1.5},
+    "MeanOutputLoss": {"mu": -0.1, "outputs": "softmax", "distance": "cosine", "cross_entropy": "new"},
+    "Replay": {"max_size": 0.0, "policy": "best", "update": "never"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"), [(kind, *pair) for kind, wrong in WRONG.items() for pair in wrong.items()]
+)
+def test_what_is_out_of_its_range_is_refused(kind, name, value):
+    with pytest.raises(ValueError, match=f"^Expected `{name}` to be .* but got .*{value}"):
+        getattr(callbacks, kind)(**{name: value})
