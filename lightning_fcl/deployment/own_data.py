@@ -26,10 +26,10 @@ from lightning_fcl.data.datasets.files import check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
 from lightning_fcl.data.own import samples_of
 from lightning_fcl.data.samples import Samples, name_of
-from lightning_fcl.data.scenarios import EMPTY, IntArray
+from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.deployment.outline import Outline, client_plan
-from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.deployment.messages import RefusedError
+from lightning_fcl.deployment.outline import Outline, client_plan, server_plan
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import replacing, write_whole
 from lightning_fcl.evaluation.inside import inside
@@ -206,6 +206,19 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
     stream.plan = client_plan(outline, groups, data.rounds, stream.seed)
     data.lend_hooks(stream)
     stream.hold(replace(samples, targets=targets, classes=outline.classes))
+
+
+def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[str]) -> None:
+    """Let a stream be that of a server, which has samples to test on, and knows the clients' names alone."""
+    scenario, samples = stream.scenario, data.samples
+    if not isinstance(scenario, ClassIncremental | DomainIncremental):
+        raise ValueError(
+            f"Expected a scenario of classes or domains for a server with data of its own but got {scenario}, which "
+            "deals samples out one by one. Leave the server's `data` out: it then takes the recipe's."
+        )
+    stream.plan = server_plan(scenario, samples, data.part, clients, stream.seed)
+    data.lend_hooks(stream)
+    stream.hold(samples)
 
 
 def write_split(stream: FederatedStream, folder: Path) -> list[Path]:

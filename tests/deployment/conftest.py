@@ -9,13 +9,12 @@ import torch
 import yaml
 
 from lightning_fcl.deployment.app import write_app
-from lightning_fcl.deployment.decoding import opened
-from lightning_fcl.deployment.flower import record_of, sealed_of
+from lightning_fcl.deployment.link import record_of, sealed_of
+from lightning_fcl.deployment.messages import opened
 from lightning_fcl.deployment.node import Node
-from lightning_fcl.deployment.nodes import Terms
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.recipe import read_recipe
-from lightning_fcl.deployment.serve import serve
+from lightning_fcl.deployment.server import Terms, serve
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
 from lightning_fcl.running.fit import resolve_recipe, run

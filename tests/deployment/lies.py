@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from lightning_fcl.deployment.flower import record_of
+from lightning_fcl.deployment.link import record_of
 
 BIG = 2**63
 

@@ -11,9 +11,8 @@ import torch
 
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
-from lightning_fcl.deployment.changes import restored
-from lightning_fcl.deployment.flower import sealed_of
-from lightning_fcl.deployment.parcel import MODEL, Parcel, RefusedError
+from lightning_fcl.deployment.link import sealed_of
+from lightning_fcl.deployment.messages import MODEL, Parcel, RefusedError, restored
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.federation.aggregation import BUILT_IN, entries
 

@@ -28,9 +28,10 @@ from flwr.clientapp import ClientApp
 sys.path.append(str(Path(__file__).parent))
 
 from lightning_fcl.deployment.answers import BOUND
-from lightning_fcl.deployment.decoding import opened
-from lightning_fcl.deployment.flower import client_app, sealed_of
-from lightning_fcl.deployment.parcel import Parcel
+from lightning_fcl.deployment.messages import opened
+from lightning_fcl.deployment.flower import client_app
+from lightning_fcl.deployment.link import sealed_of
+from lightning_fcl.deployment.messages import Parcel
 
 import lies
 

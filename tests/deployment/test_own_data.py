@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from lightning_fcl.deployment import own_data
+from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.own_data import count_samples
-from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.hub.reading import reading
 
 

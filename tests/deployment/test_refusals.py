@@ -12,11 +12,10 @@ from PIL import Image
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
-from lightning_fcl.deployment.decoding import opened
-from lightning_fcl.deployment.flower import record_of, sealed_of
+from lightning_fcl.deployment.link import record_of, sealed_of
+from lightning_fcl.deployment.messages import Parcel, RefusedError, opened
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import read_data
-from lightning_fcl.deployment.parcel import Parcel, RefusedError
 from lightning_fcl.deployment.recipe import fingerprint
 from lightning_fcl.federation.aggregation import entries
 

@@ -1,11 +1,12 @@
-"""A message as it came becomes numbers in this one place: within limits, and whatever is wrong with it is a refusal."""
+"""Messages as they are sent, and as numbers again: within limits, and whatever is wrong with one is a refusal."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -15,7 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
+from lightning_fcl import __version__
+from lightning_fcl.errors import quoted
+from lightning_fcl.federation.aggregation import State
+
+BYTES = 256 * 2**20
+"""Bytes that the arrays of a message may have where nothing else was agreed."""
+
+MODEL, SERVER = "model/", "server/"
+"""What names of tensors begin with: of the model, and of what a server keeps for methods."""
+
+CHANGED, VALUES = "|changed", "|values"
+"""What names of tensors end with that say what has changed: a bit for each number, and the numbers."""
 
 _DEEPEST = 16  # brackets within brackets of a text
 _LONGEST = 500  # characters of a reason
@@ -28,6 +40,7 @@ _PLAIN = (
 _ARRAYS = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _PLAIN}
 _ARRAYS |= {torch.bfloat16: np.dtype(np.int16)}
 _TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _ARRAYS}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
@@ -36,6 +49,22 @@ _HEADER = re.compile(
 )
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # in JSON, also one that never ends
 _BRACKET = re.compile(r"[][{}]")
+
+
+class RefusedError(ValueError):
+    """One side of a deployment does not go on with what the other has sent."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A message between server and node: plain values, and tensors by name."""
+
+    head: Mapping[str, Any]
+    state: State = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self.state.values())
 
 
 @dataclass(frozen=True)
@@ -61,11 +90,7 @@ def reason_of(said: object) -> str:
 
 @contextmanager
 def refusing(sender: str) -> Iterator[None]:
-    """Let whatever goes wrong with a message be a refusal of it, with a reason that can be kept.
-
-    Raises:
-        RefusedError: In place of any other error.
-    """
+    """Let whatever goes wrong with a message be a refusal of it, with a reason that can be kept."""
     try:
         yield
     except RefusedError as error:
@@ -86,12 +111,7 @@ def check_bytes(sealed: Sealed, limit: int, sender: str = "a message") -> None:
 
 
 def head_of(sealed: Sealed, longest: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The head of a message, and the types of its arrays.
-
-    Args:
-        sealed: The message.
-        longest: Characters that its text may have.
-    """
+    """The head of a message whose text has at most so many characters, and the types of its arrays."""
     text = sealed.text
     if sealed.failed:
         raise RefusedError(sealed.failed)
@@ -104,9 +124,9 @@ def head_of(sealed: Sealed, longest: int) -> tuple[dict[str, Any], dict[str, Any
         raise RefusedError(f"Expected at most {_DEEPEST} brackets within each other but got more: {text[:40]!r}.")
     try:
         said = json.loads(text)
-    except ValueError as error:
-        raise RefusedError(f"Expected a message of lightning-fcl but got {text[:80]!r}.") from error
-    head, types = (said.get(part) if isinstance(said, dict) else None for part in ("head", "types"))
+        head, types = said["head"], said["types"]
+    except (ValueError, TypeError, KeyError):
+        head = types = None
     if not isinstance(head, dict) or not isinstance(types, dict):
         raise RefusedError(f"Expected a message of lightning-fcl but got {text[:80]!r}.")
     if types.keys() != sealed.arrays.keys():
@@ -117,12 +137,7 @@ def head_of(sealed: Sealed, longest: int) -> tuple[dict[str, Any], dict[str, Any
 
 
 def opened(sealed: Sealed, limit: int = BYTES) -> Parcel:
-    """The parcel that a server's message holds.
-
-    Args:
-        sealed: The message.
-        limit: Bytes that its arrays may have.
-    """
+    """The parcel that a server's message holds, whose arrays have at most so many bytes."""
     with refusing("the server"):
         check_bytes(sealed, limit)
         head, types = head_of(sealed, limit)
@@ -130,11 +145,11 @@ def opened(sealed: Sealed, limit: int = BYTES) -> Parcel:
 
 
 def array_of(name: str, data: bytes, called: object) -> Tensor:
-    """The numbers of an array, whose header may promise neither more nor less than there is.
+    """The numbers of an array that `numpy.save` wrote, whose header may promise neither more nor less than there is.
 
     Args:
         name: Of the entry.
-        data: The array as `numpy.save` writes it.
+        data: The array's bytes.
         called: Its type in torch.
     """
     kind = _TYPES.get(called) if isinstance(called, str) else None
@@ -157,3 +172,77 @@ def array_of(name: str, data: bytes, called: object) -> Tensor:
         raise RefusedError(f"Expected `{name}` to be an array of numbers, true or false, but got others.")
     value = torch.from_numpy(array.copy())  # what arrives is read-only
     return value.view(torch.bfloat16) if kind is torch.bfloat16 else value
+
+
+def changes(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
+    """A state in fewer bytes: of an entry of which little has changed since the start, what has changed."""
+    found: State = {}
+    for name, value in state.items():
+        known, value = start[name], value.detach().contiguous()
+        if known.shape != value.shape or known.dtype != value.dtype or value.is_complex():
+            found[name] = value
+            continue
+        bits = _BITS[value.element_size()]  # 0 and -0 differ, and a NaN is itself
+        changed = (value.view(bits) != known.to(value.device).contiguous().view(bits)).flatten()
+        values, mask = value.flatten()[changed], np.packbits(changed.cpu().numpy(), bitorder="little")
+        parts = {name + CHANGED: torch.from_numpy(mask), name + VALUES: values}
+        found |= parts if values.nbytes + mask.nbytes < value.nbytes else {name: value}
+    return found
+
+
+def restored(sent: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
+    """The state of which `changes` has made what was sent, under names and in types that have been checked."""
+    found = {name: value for name, value in sent.items() if not name.endswith((CHANGED, VALUES))}
+    for name in (name.removesuffix(CHANGED) for name in sent if name.endswith(CHANGED)):
+        known, mask, values = start[name].detach().cpu(), sent[name + CHANGED], sent[name + VALUES]
+        size = known.numel()
+        fits = mask.shape == (-(-size // 8),)
+        changed = np.unpackbits(mask.numpy(), count=size, bitorder="little") if fits else np.empty(0, np.uint8)
+        if not fits or values.shape != (changed.sum(),):
+            raise RefusedError(f"Expected what has changed of `{name}` to fit its {size} numbers.")
+        whole = known.flatten().clone()
+        whole[torch.from_numpy(changed).bool()] = values
+        found[name] = whole.view(known.shape)
+    return found
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """A short name of a state: another one has another name."""
+    found = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        found.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
+
+
+def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
+    """Refuse a message of another version of the library, or of another recipe."""
+    if head.get("version") != __version__:
+        raise RefusedError(
+            f"Expected {sender} to run lightning-fcl {__version__} but it runs {head.get('version')}: what they "
+            "compute may differ. Install one version everywhere."
+        )
+    if head.get("recipe") != recipe:
+        raise RefusedError(
+            f"Expected {sender} to have the recipe {recipe} but it has {head.get('recipe')}. Deploy one recipe "
+            "everywhere."
+        )
+
+
+def check_names(sent: Iterable[str], wanted: Iterable[str], entries: int, sender: str) -> None:
+    """Refuse what is not sent under the names that are wanted of so many entries."""
+    strange = sorted({*sent} ^ {*wanted})
+    if strange:
+        raise RefusedError(
+            f"Expected {sender} to send the {entries} entries of this recipe's model but {quoted(strange)} "
+            f"{'is' if len(strange) == 1 else 'are'} missing or not among them. Deploy one recipe everywhere."
+        )
+
+
+def check_form(name: str, value: Tensor, wanted: Tensor, sender: str) -> None:
+    """Refuse an entry of another type or shape."""
+    if value.shape != wanted.shape or value.dtype != wanted.dtype:
+        raise RefusedError(
+            f"Expected `{name}` of {sender} to be {wanted.dtype} of shape {tuple(wanted.shape)} but got "
+            f"{value.dtype} of shape {tuple(value.shape)}. Deploy one recipe everywhere."
+        )
