@@ -23,8 +23,7 @@ HELLO_SECONDS = 60.0
 AGAIN_SECONDS = 3.0
 """Seconds after which a node that was refused, or a client that was lost in a round, is asked again."""
 
-_LOOK = 0.2  # seconds between two looks at who is connected
-_POLL = 0.05  # seconds between two looks for answers
+_LOOK = 0.2  # seconds between two looks at who is connected, or for answers
 
 
 @dataclass
@@ -238,7 +237,7 @@ class Gathering:
                 self._give_up_gone(nodes)
                 if late or len(self.counted) + len(self._waiting) < needed:
                     self._send({client: nodes[client] for client in wanted if client in nodes})
-            time.sleep(_POLL)
+            time.sleep(_LOOK)
         silent = {one.client: f"no answer within {self._seconds:g} s" for one in self._waiting.values()}
         left = [client for client in wanted if client not in self.counted | self._refused.keys()]
         return {c: silent.get(c) or self._lost.get(c) or self._members.why_not(c) for c in left}

@@ -115,10 +115,9 @@ def head_of(sealed: Sealed, longest: int) -> tuple[dict[str, Any], dict[str, Any
     text = sealed.text
     if sealed.failed:
         raise RefusedError(sealed.failed)
-    if not isinstance(text, str):
-        raise RefusedError("Expected a message of lightning-fcl but got another app's.")
-    if len(text) > longest:
-        raise RefusedError(f"Expected a text of at most {longest} characters but got {len(text)}.")
+    if not isinstance(text, str) or len(text) > longest:
+        said = f"{len(text)}" if isinstance(text, str) else f"another app's {type(text).__name__}"
+        raise RefusedError(f"Expected a text of at most {longest} characters but got {said}.")
     steps = (1 if bracket in "[{" else -1 for bracket in _BRACKET.findall(_TEXT.sub("", text)))
     if max(accumulate(steps), default=0) > _DEEPEST:
         raise RefusedError(f"Expected at most {_DEEPEST} brackets within each other but got more: {text[:40]!r}.")
@@ -153,13 +152,11 @@ def array_of(name: str, data: bytes, called: object) -> Tensor:
         called: Its type in torch.
     """
     kind = _TYPES.get(called) if isinstance(called, str) else None
-    if kind is None:
-        raise RefusedError(f"Expected `{name}` to be an array of numbers but got one of {called!r:.80}.")
     length = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 2], "little")
     begins = len(_MAGIC) + 2 + length
     header = _HEADER.fullmatch(data[len(_MAGIC) + 2 : begins]) if data.startswith(_MAGIC) else None
-    if header is None:
-        raise RefusedError(f"Expected `{name}` to be an array of numbers but got {data[:80]!r}.")
+    if kind is None or header is None:
+        raise RefusedError(f"Expected `{name}` to be an array of numbers but got {data[:80]!r} as {called!r:.80}.")
     shape = tuple(int(number) for number in header[2].replace(b",", b" ").split())
     wanted, size = _ARRAYS[kind], len(data) - begins
     if header[1].decode() != wanted.str or math.prod(shape) * wanted.itemsize != size:

@@ -40,11 +40,6 @@ class GlooRanks:
 
     It is not the default group of `torch.distributed`: what else runs in a process, such as a metric, would take it for
     a sign that each of its steps is one of all processes.
-
-    Args:
-        store: Where they find each other.
-        rank: Which one this is, from 0.
-        number: How many there are.
     """
 
     def __init__(self, store: Store, rank: int, number: int) -> None:

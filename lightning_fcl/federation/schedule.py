@@ -160,11 +160,11 @@ class Deadline(Schedule):
         first = sorted(drawn, key=arrives.__getitem__)  # stable: of those that come at once, in the plan's order
         limit = arrives[first[-1]] if self.seconds is None else nanoseconds(self.seconds)
         counted = [client for client in first if arrives[client] <= limit][: self.goal] or first[:1]
-        last, taken = arrives[counted[-1]], {*counted}
-        late = [client for client in drawn if client not in taken]
+        last, in_time = arrives[counted[-1]], {*counted}
+        late = [client for client in drawn if client not in in_time]
         in_vain = bool(late) and len(counted) != self.goal and last <= limit  # it waits until the deadline
         end = limit if in_vain else last
-        timed = TimedRound([client for client in drawn if client in taken], skipped, late, end / NANO)
+        timed = TimedRound([client for client in drawn if client in in_time], skipped, late, end / NANO)
         self._known = of, round, drawn, timed
         return timed
 

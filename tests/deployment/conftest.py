@@ -204,12 +204,11 @@ def connect(tmp_path_factory):
     """Makes a rehearsal of a recipe, its simulation, and a SuperLink with a SuperNode for each client."""
     made = []
 
-    def connected(recipe, beat=None):
+    def connected(recipe, beat):
         folder = tmp_path_factory.mktemp("connected")
         one, at = Rehearsal(folder, recipe), Machines(folder)
         made.append(at)
-        if beat is not None:
-            at.hasten(beat)
+        at.hasten(beat)
         simulated = one.simulate()
         at.link()
         for client in one.clients:

@@ -122,3 +122,15 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     claimed = [round["claims"] for round in rounds if "claims" in round]  # none where it took so long to start
     assert all(claims.keys() == {lost} and len(claims[lost]) == 2 for claims in claimed)
     assert one.begun(lost) == ROUNDS - 1 and memory(one, lost)["Replay"]
+
+
+def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
+    """The others go on, in the round at hand and in those after it: also once Flower takes it for gone."""
+    one, _, at = connected
+    at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=8.0)
+    at.wait_for(lambda: one.begun("2") >= 0)
+    at.signal("2", signal.SIGSTOP)
+    at.wait_for(one.ended)
+    rounds = json.loads((one.folder / "deployed" / "results.json").read_text())["record"]["rounds"]
+    assert len(rounds) == ROUNDS and set(rounds[-1]["upload_bytes"]) == {"0", "1"}
+    assert all(len(round["upload_bytes"]) >= 2 for round in rounds)

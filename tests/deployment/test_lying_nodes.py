@@ -80,8 +80,7 @@ def test_each_kind_of_lie_over_a_superlink_is_named_and_changes_nothing(rehearsa
     at.hasten(10)
     at.link()
     for client in one.clients:
-        at.supernode(client, one.config(client))
-    at.executors(one.clients)
+        at.node(client, one.config(client))
     at.run(app, **one.settings(), clients_at_least=2)
     at.wait_for(one.ended, seconds=900)
     assert one.holds(honest.model)
