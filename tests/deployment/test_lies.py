@@ -137,31 +137,6 @@ def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared
 
 
 @pytest.mark.seconds
-def test_a_node_keeps_the_name_that_it_has_claimed(rehearsal, wire, caplog):
-    """It leaves for a moment, and comes back as another client, which is there no more."""
-    prepared = rehearsal({"trainer": {"max_epochs": 3}})
-    prepared.simulate()
-
-    class Changing(wire):
-        looks = 0
-
-        def nodes(self):
-            if any(parcel.state for _, parcel in self.asked):
-                self.looks += 1
-            if self.looks > 1:
-                self.reached = {7: self.reached[7], 8: prepared.node("2")}
-            there = super().nodes()
-            return {number: key for number, key in there.items() if number != 8} if self.looks == 1 else there
-
-    link = Changing([prepared.node(client) for client in prepared.clients])
-    rounds = rounds_of(prepared.serve(link, clients_at_least=1))
-    assert (
-        "Refused node 8 (client 2): Expected node 8 to be client 1, as its key has been, but it says 2." in caplog.text
-    )
-    assert rounds[0]["dropped"] == {} and set(rounds[-1]["upload_bytes"]) == {"0"}
-
-
-@pytest.mark.seconds
 def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wire, caplog):
     nodes = [prepared.node(client) for client in prepared.clients]
     really = nodes[1].answer
