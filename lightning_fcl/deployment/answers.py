@@ -86,7 +86,7 @@ def greeting_of(sealed: Sealed, recipe: str) -> Greeting:
             if types:
                 raise RefusedError(f"Expected an answer to hello without arrays but got {quoted(types)}.")
             if "client" in head or "refused" not in head:
-                client = name_of(head, "client")
+                client = file_name_of(head, "client")
             _check_not_refused(head)
             check_same(head, recipe, f"client {client}")
             return Greeting(client, whole(head, "samples", 0, MOST), head.get("held"))
@@ -108,7 +108,7 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
     return value
 
 
-def name_of(head: Mapping[str, Any], what: str) -> str:
+def file_name_of(head: Mapping[str, Any], what: str) -> str:
     """A name of a head, which one file can have."""
     name = head.get(what)
     if (

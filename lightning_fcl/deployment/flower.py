@@ -83,10 +83,10 @@ def server_app(folder: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        from lightning_fcl.deployment.resident import end_with_parent
+        from lightning_fcl.deployment.resident import follow_parent
         from lightning_fcl.deployment.server import Terms, serve
 
-        end_with_parent()
+        follow_parent()
         said = {name.replace("-", "_"): value for name, value in context.run_config.items()}
         terms = {name: type(value)(said[name]) for name, value in vars(Terms()).items() if name in said}
         logging.getLogger("lightning_fcl").setLevel(logging.INFO)

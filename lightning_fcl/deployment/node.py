@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import BOUND, name_of, normal
+from lightning_fcl.deployment.answers import BOUND, file_name_of, normal
 from lightning_fcl.deployment.messages import (
     MODEL,
     SERVER,
@@ -31,7 +31,7 @@ from lightning_fcl.deployment.messages import (
 )
 from lightning_fcl.deployment.outline import Outline
 from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
-from lightning_fcl.deployment.recipe import Parts, build, fingerprint
+from lightning_fcl.deployment.recipe import NodeParts, build, fingerprint
 from lightning_fcl.errors import quoted
 from lightning_fcl.evaluation.files import cache_folder, locked, write_whole
 from lightning_fcl.evaluation.inside import inside
@@ -72,7 +72,7 @@ class Node:
             return Parcel({**head, "refused": reason_of(why)})
 
     def _hello(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
-        own = own_folder(self._folder, name_of(parcel.head, "federation"), self.client)
+        own = own_folder(self._folder, file_name_of(parcel.head, "federation"), self.client)
         own.mkdir(parents=True, exist_ok=True)
         samples = count_samples(self._data, own / "data.json")  # who has none says so now
         names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
@@ -92,7 +92,9 @@ class Node:
             return train_client(parts, parcel.state, memories(own, self.client, int(head["round"])), head)
 
 
-def train_client(parts: Parts, state: State, memories: Path, head: Mapping[str, Any]) -> tuple[dict[str, Any], State]:
+def train_client(
+    parts: NodeParts, state: State, memories: Path, head: Mapping[str, Any]
+) -> tuple[dict[str, Any], State]:
     """Train the only client of a stream in a round, in a Trainer's fit of one epoch, as a simulation trains it.
 
     Args:
@@ -157,7 +159,7 @@ def train_client(parts: Parts, state: State, memories: Path, head: Mapping[str, 
     return said, {name: value.cpu() for name, value in changes(upload, start).items()}
 
 
-def _receive(parts: Parts, state: State, memories: Path) -> FederatedServer:
+def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
     """Put what the server has sent into the module; the server as a node has it: with the memories of one client."""
     known = entries(parts.module)
     model, extra = (

@@ -54,8 +54,8 @@ class _Forks:
         return child
 
 
-def end_with_parent(patience: float = 10.0) -> None:
-    """Let this process end when the one that started it has, also where Flower waits for a SuperLink that is gone."""
+def follow_parent(patience: float = 10.0) -> None:
+    """Let this process end after the one that started it, also where Flower waits for a SuperLink that is gone."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -69,7 +69,7 @@ def end_with_parent(patience: float = 10.0) -> None:
 
 def _be_client(words: Sequence[str]) -> None:
     try:
-        end_with_parent()
+        follow_parent()
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         sys.argv = list(words)

@@ -17,7 +17,7 @@ from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import ClientState
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.reductions import Mean, Reduction
-from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, lots, number_of
+from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, count_drawn, lots
 from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.federation.speeds import Speeds
 
@@ -170,7 +170,7 @@ class FedBuff(Schedule):
     def _fill(self, flights: list[Flight], waiting: list[int], round: int, now: int) -> None:
         """Let clients download as long as there is room."""
         clients = self.deployment.plan.clients
-        room = number_of(self.deployment.participation.clients, len(clients)) - len(flights)
+        room = count_drawn(self.deployment.participation.clients, len(clients)) - len(flights)
         for _ in range(min(room, len(waiting))):
             place = waiting.pop()
             client = clients[place]

@@ -173,11 +173,11 @@ class Deadline(Schedule):
         return {"class": type(self).__name__, **own, "speeds": self.speeds.hparams()}
 
 
-def number_of(participation: float | int, clients: int) -> int:
+def count_drawn(participation: float | int, clients: int) -> int:
     """How many of so many clients take part: a float is their share, an int their number; at least one.
 
     Example:
-        >>> number_of(0.25, 10), number_of(0.01, 10), number_of(4, 10)
+        >>> count_drawn(0.25, 10), count_drawn(0.01, 10), count_drawn(4, 10)
         (3, 1, 4)
     """
     return max(1, round_half_up(participation * clients) if isinstance(participation, float) else participation)
@@ -273,7 +273,7 @@ class Participation:
         if not present:
             gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
             raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
-        number = number_of(self.clients, len(clients))
+        number = count_drawn(self.clients, len(clients))
         if number >= len(clients) == len(present):
             return list(clients), []
         order = lots(plan, round, self.seed).tolist()
