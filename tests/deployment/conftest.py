@@ -95,7 +95,7 @@ class Rehearsal:
     """A recipe, its simulation and its deployment, in a folder."""
 
     def __init__(self, folder, more=()):
-        self.folder = folder
+        self.folder, self.earlier = folder, set()
         written = folder / "given.yaml"
         written.write_text(yaml.safe_dump(over(BASE, dict(more))))
         self.path = folder / "recipe.yaml"
@@ -138,7 +138,8 @@ class Rehearsal:
         return read_checkpoint(load, newest_checkpoint(self.folder / "deployed" / "checkpoints"))["state_dict"]
 
     def anew(self):
-        """Let another run begin where there has been none: nobody remembers anything."""
+        """Let another run begin where there has been none: nobody remembers anything of it."""
+        self.earlier |= {path.name for path in (self.folder / "memories").glob("*")}
         for name in ("deployed", "memories"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -146,10 +147,16 @@ class Rehearsal:
         """Whether the server is done: this file is written last."""
         return (self.folder / "deployed" / "files.txt").exists()
 
+    def memory(self, client):
+        """The folder of what a client keeps of this run: who is late may still write to that of an earlier one."""
+        own = (self.folder / "memories").glob(f"*/{client}")
+        return next((folder for folder in own if folder.parent.name not in self.earlier), None)
+
     def begun(self, client):
         """The last round that a client has begun; -1 before its first."""
-        notes = list((self.folder / "memories").glob(f"*/{client}/round.json"))
-        return json.loads(notes[0].read_text())["round"] if notes else -1
+        folder = self.memory(client)
+        begun = folder is not None and (folder / "round.json").exists()
+        return json.loads((folder / "round.json").read_text())["round"] if begun else -1
 
     def holds(self, module):
         """Whether the server's newest checkpoint holds a module's bits."""
