@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -178,9 +179,9 @@ class Gathering:
     """Sends clients their messages, and takes in their answers, as they come.
 
     It waits for all that are there when it begins, but no longer than its time once it has enough. Where those that
-    are left are too few, it sends to whoever has come, or come back; again to who has not answered in its time, since
-    an answer may be lost; and, after ever longer pauses, to those of whom no answer counts. They end nothing: after its
-    time it does without them.
+    are left are too few, it sends to whoever has come, or come back; and again, after ever longer pauses, to those who
+    have not answered in its time, since an answer may be lost, and of whom no answer counts. They end nothing: after
+    its time it does without them.
 
     Args:
         link: The way to the nodes.
@@ -244,7 +245,9 @@ class Gathering:
 
     def _send(self, nodes: Mapping[str, int]) -> None:
         now = time.monotonic()
-        asked = self.counted | {one.client for one in self._waiting.values() if now - one.when <= self._seconds}
+        waits = Counter(one.client for one in self._waiting.values())  # a slow node works off all that it is sent
+        patience = {client: self._seconds * number for client, number in waits.items()}
+        asked = self.counted | {one.client for one in self._waiting.values() if now - one.when <= patience[one.client]}
         asked |= {client for client, due in self._refused.items() if due > now}
         clients = {node: client for client, node in nodes.items() if client not in asked}
         if clients:

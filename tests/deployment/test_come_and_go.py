@@ -254,6 +254,14 @@ def test_a_client_whose_answer_is_lost_on_its_way_is_sent_the_round_again_after_
     assert 20 < air.clock.now - 100 < 20 + AGAIN_SECONDS + 1
 
 
+def test_a_node_that_is_slow_is_sent_the_round_again_after_ever_longer_pauses(air, gather):
+    """It works off all that it is sent, one after the other."""
+    air.there = {7: stalling("a"), 8: client("b")}
+    assert gather(["a", "b"], 2) == 1 and gather.left == {"a": "no answer within 20 s"}
+    pauses = [later - one for one, later in pairwise(air.asked(7, "train"))]
+    assert len(pauses) == 2 and 20 < pauses[0] < 20 + 2 * AGAIN_SECONDS and 40 < pauses[1] < 40 + 2 * AGAIN_SECONDS
+
+
 def test_a_client_whose_process_crashes_is_sent_the_round_again_on_the_same_node(air, gather):
     air.there = {7: lost_in_training("a", 10), 8: client("b")}
     assert gather(["a", "b"], 2) == 2 and gather.taken == ["b", "a"]

@@ -125,7 +125,7 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
 def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     """The others go on, in the round at hand and in those after it: also once Flower takes it for gone."""
     one, _, at = connected
-    at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=8.0)
+    at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=20.0)
     at.wait_for(lambda: one.begun("2") >= 0)
     at.signal("2", signal.SIGSTOP)
     at.wait_for(one.ended)
