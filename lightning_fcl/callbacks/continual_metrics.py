@@ -19,7 +19,7 @@ from lightning_fcl.errors import argument, check_clients, check_fields, one_of
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
-from lightning_fcl.federation.ranks import ALONE, together
+from lightning_fcl.federation.ranks import ALONE, share_by_client
 from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Predicts
@@ -206,7 +206,7 @@ class ContinualMetrics(Callback):
 
     def _gathered(self, trainer: L.Trainer, mine: Mapping[str, T]) -> dict[str, T]:
         """What came to all clients, of what came to those that this process looks after."""
-        return together(ranks_of(trainer), mine, need_stream(trainer).plan.clients)
+        return share_by_client(ranks_of(trainer), mine, need_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if federation_of(trainer) is None:

@@ -13,9 +13,20 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from lightning_fcl.deployment.changes import CHANGED, VALUES, restored
-from lightning_fcl.deployment.decoding import Sealed, array_of, check_bytes, head_of, refusing
-from lightning_fcl.deployment.parcel import RefusedError, check_form, check_names, check_same
+from lightning_fcl.deployment.messages import (
+    CHANGED,
+    VALUES,
+    RefusedError,
+    Sealed,
+    array_of,
+    check_bytes,
+    check_form,
+    check_names,
+    check_same,
+    head_of,
+    refusing,
+    restored,
+)
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.faults import change_of, times_moved
@@ -35,62 +46,38 @@ _FURTHEST = {kind: float(torch.iinfo(kind).max >> 10) ** 2 for kind in (torch.in
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a node says of itself.
-
-    Args:
-        samples: How many it has in all.
-        held: A digest of what never travels.
-        fault: Why it is not welcome.
-    """
+    """What a node says of itself."""
 
     client: str
-    samples: int = 0
-    held: object = ""
-    fault: str = ""
+    samples: int = 0  # that it has in all
+    held: object = ""  # a digest of what never travels
+    fault: str = ""  # why it is not welcome
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A client's answer to a download.
+    """A client's answer to a download."""
 
-    Args:
-        samples: What it has trained on; 0: it has none in this round.
-        nbytes: Bytes of its arrays.
-    """
-
-    samples: int
+    samples: int  # that it has trained on; 0: it has none in this round
     rehearsed: int = 0
     diverged: bool = False
     state: State = field(default_factory=dict)
-    nbytes: int = 0
+    nbytes: int = 0  # of its arrays
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client may send.
+    """What a client may send."""
 
-    Args:
-        message_bytes: Bytes of its arrays.
-        most_samples: Samples that it may count as.
-        most_rehearsed: Remembered samples that it may count as.
-        largest_update: How far it may move the server's `mean` entries: so many times the larger of their norm and 1.
-        clients: How many are asked in the round.
-    """
-
-    message_bytes: int
-    most_samples: int
-    most_rehearsed: int
-    largest_update: float
-    clients: int = 1
+    message_bytes: int  # of its arrays
+    most_samples: int  # that it may count as
+    most_rehearsed: int  # remembered samples that it may count as
+    largest_update: float  # of the server's `mean` entries: so many times the larger of their norm and 1
+    clients: int = 1  # that are asked in the round
 
 
 def greeting_of(sealed: Sealed, recipe: str) -> Greeting:
-    """What a node answers to hello: of whoever is not welcome, why.
-
-    Args:
-        sealed: Its message.
-        recipe: The fingerprint of the server's recipe.
-    """
+    """What a node answers to hello, by the server's recipe's fingerprint: of whoever is not welcome, why."""
     client = ""
     try:
         with refusing("a node"):
@@ -99,15 +86,15 @@ def greeting_of(sealed: Sealed, recipe: str) -> Greeting:
             if types:
                 raise RefusedError(f"Expected an answer to hello without arrays but got {quoted(types)}.")
             if "client" in head or "refused" not in head:
-                client = name_of(head, "client")
-            check_not_refused(head)
+                client = file_name_of(head, "client")
+            _check_not_refused(head)
             check_same(head, recipe, f"client {client}")
             return Greeting(client, whole(head, "samples", 0, MOST), head.get("held"))
     except RefusedError as error:
         return Greeting(client, fault=str(error))
 
 
-def check_not_refused(head: Mapping[str, Any]) -> None:
+def _check_not_refused(head: Mapping[str, Any]) -> None:
     if "refused" in head:
         raise RefusedError(str(head["refused"]))
 
@@ -121,7 +108,7 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
     return value
 
 
-def name_of(head: Mapping[str, Any], what: str) -> str:
+def file_name_of(head: Mapping[str, Any], what: str) -> str:
     """A name of a head, which one file can have."""
     name = head.get(what)
     if (
@@ -144,11 +131,7 @@ def normal(name: str) -> str:
 
 
 def by_normal(names: Iterable[str]) -> dict[str, str]:
-    """Clients' names, each by what it may be taken for: no two for the same.
-
-    Raises:
-        ValueError: If two may be taken for each other.
-    """
+    """Clients' names, each by what it may be taken for: no two for the same."""
     first: dict[str, str] = {}
     for name in names:
         if (other := first.setdefault(normal(name), name)) != name:
@@ -167,26 +150,20 @@ def upload_of(
     reductions: Mapping[str, Reduction],
     limits: Limits,
 ) -> Upload:
-    """What a client answers to a download.
-
-    Args:
-        sealed: Its message.
-        sent: The head of the download.
-        client: Who was asked.
-        known: The server's entries that clients send.
-        reductions: How they come together.
-        limits: What it may send.
-
-    Raises:
-        RefusedError: If it is no such answer, or a refusal.
-    """
+    """What a client answers to a download with a head, of entries that the server knows: or that is refused."""
     who = f"client {client}"
     with refusing(who):
         size = min(limits.message_bytes, sum(value.nbytes for value in known.values()))
         check_bytes(sealed, size, who)
         head, types = head_of(sealed, _TEXT + sum(2 * len(json.dumps(name)) + 80 for name in known))
-        check_not_refused(head)
-        check_bound(head, sent, client)
+        _check_not_refused(head)
+        for name, wanted in (("client", client), *((name, sent[name]) for name in BOUND)):
+            said = head.get(name)
+            if type(said) is not type(wanted) or said != wanted:
+                raise RefusedError(
+                    f"Expected an answer of client {client} to this round's download, with `{name}` {wanted!r}, but "
+                    f"got {str(said)[:40]!r}: it is old, or another's."
+                )
         samples = whole(head, "samples", 0, limits.most_samples, _MORE)
         if samples == 0:
             return Upload(0)
@@ -205,17 +182,6 @@ def upload_of(
 
 
 _MORE = " Set `most-samples` of the run's configuration if it has more than it said when it joined."
-
-
-def check_bound(head: Mapping[str, Any], sent: Mapping[str, Any], client: str) -> None:
-    """Refuse an answer that is another client's, or to another message."""
-    for name, wanted in (("client", client), *((name, sent[name]) for name in BOUND)):
-        said = head.get(name)
-        if type(said) is not type(wanted) or said != wanted:
-            raise RefusedError(
-                f"Expected an answer of client {client} to this round's download, with `{name}` {wanted!r}, but got "
-                f"{str(said)[:40]!r}: it is old, or another's."
-            )
 
 
 def check_types(types: Mapping[str, object], known: Mapping[str, Tensor], sender: str) -> None:

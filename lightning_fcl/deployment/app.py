@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.nodes import Terms, check_deployable
-from lightning_fcl.deployment.parcel import BYTES
 from lightning_fcl.deployment.recipe import build, fingerprint
+from lightning_fcl.deployment.server import Terms, check_deployable
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.declaration import Declaration
 
@@ -67,9 +66,10 @@ memories = ""  # Flower's simulation: where clients keep what they remember; "":
 clients-at-least = {terms.clients_at_least}  # a round needs the answers of so many clients
 round-seconds = {terms.round_seconds}  # after these it does not wait for the others
 join-seconds = {terms.join_seconds}  # so long the server waits for so many
-message-bytes = {bytes}  # a message may be so large
+message-bytes = {terms.message_bytes}  # a message may be so large
 most-samples = {terms.most_samples}  # a client counts as at most so many a round; 0: as many as it said at first
 largest-update = {terms.largest_update}  # it may move the model by so many times the larger of its norm and 1
+registered-keys = false  # whether the SuperLink lets registered keys in alone: each keeps its client's name
 """
 
 
@@ -85,7 +85,6 @@ def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str
         fingerprint=fingerprint(recipe),
         version=__version__,
         terms=Terms(),
-        bytes=BYTES,
     )
     texts = {
         "recipe.yaml": yaml.safe_dump(dict(recipe), sort_keys=False),

@@ -5,23 +5,41 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
 from lightning_fcl import __version__
-from lightning_fcl.deployment.answers import BOUND, name_of, normal
-from lightning_fcl.deployment.decoding import reason_of
+from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.deployment.answers import BOUND, file_name_of, normal
+from lightning_fcl.deployment.messages import (
+    MODEL,
+    SERVER,
+    Parcel,
+    RefusedError,
+    changes,
+    check_form,
+    check_names,
+    check_same,
+    digest,
+    reason_of,
+)
 from lightning_fcl.deployment.outline import Outline
 from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
-from lightning_fcl.deployment.parcel import Parcel, RefusedError, check_same, digest
-from lightning_fcl.deployment.recipe import build, fingerprint
-from lightning_fcl.deployment.train_client import train_client
+from lightning_fcl.deployment.recipe import NodeParts, build, fingerprint
+from lightning_fcl.errors import quoted
 from lightning_fcl.evaluation.files import cache_folder, locked, write_whole
 from lightning_fcl.evaluation.inside import inside
-from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
 
@@ -45,26 +63,21 @@ class Node:
             answers = {"hello": self._hello, "train": self._train}
             if parcel.head.get("kind") not in answers:
                 raise RefusedError(f"Expected a message to say hello or to train but got {parcel.head.get('kind')!r}.")
-            more, state = answers[parcel.head["kind"]](parcel)
-            return Parcel({**head, **more}, state)
+            said, state = answers[parcel.head["kind"]](parcel)
+            return Parcel({**head, **said}, state)
         except Exception as error:  # whatever fails here, the server has to know, and goes on with others
             if not isinstance(error, RefusedError):
                 log.exception("Client %s could not answer.", self.client)
-            said = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
-            return Parcel({**head, "refused": reason_of(said)})
+            why = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+            return Parcel({**head, "refused": reason_of(why)})
 
     def _hello(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
-        own = own_folder(self._folder, name_of(parcel.head, "federation"), self.client)
+        own = own_folder(self._folder, file_name_of(parcel.head, "federation"), self.client)
         own.mkdir(parents=True, exist_ok=True)
         samples = count_samples(self._data, own / "data.json")  # who has none says so now
-        return {"samples": samples, "held": self._held(parcel.head.get("held", []))}, {}
-
-    def _held(self, names: Sequence[str]) -> str:
-        """A digest of some entries as they are here from the start: of those that never travel."""
+        names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
         state = entries(build(self._recipe).module) if names else {}
-        if strange := [name for name in names if name not in state]:
-            raise RefusedError(f"Expected names of the recipe's model but got `{strange[0]}`. Deploy one recipe.")
-        return digest({name: state[name] for name in names})
+        return {"samples": samples, "held": digest({name: state[name] for name in names})}, {}
 
     def _train(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
         head, outline, parts = parcel.head, Outline.of_plain(parcel.head["outline"]), build(self._recipe)
@@ -77,6 +90,92 @@ class Node:
         own.mkdir(parents=True, exist_ok=True)
         with locked(own / ".lock"):  # what a lost node has left behind may train still
             return train_client(parts, parcel.state, memories(own, self.client, int(head["round"])), head)
+
+
+def train_client(
+    parts: NodeParts, state: State, memories: Path, head: Mapping[str, Any]
+) -> tuple[dict[str, Any], State]:
+    """Train the only client of a stream in a round, in a Trainer's fit of one epoch, as a simulation trains it.
+
+    Args:
+        parts: What it trains with, newly made.
+        state: What the server has sent.
+        memories: The folder of what the client keeps, in which this round's takes the place of what was there.
+        head: What the server says of the round.
+
+    Returns:
+        What is said beside the upload, and the upload: what has changed of what the server has sent.
+    """
+    server, (client,) = _receive(parts, state, memories), parts.stream.plan.clients
+    trained, upload = ClientRounds.of([]), dict[str, Tensor]()
+
+    def send(clients: ClientRounds, states: State) -> list[bool]:
+        nonlocal trained
+        trained, (taken, _) = clients, server.check(clients, states)
+        if all(taken):
+            up = {name: states[name] for name, reduction in server.reductions.items() if reduction.up}
+            coded, _ = server.code(clients.clients, up)
+            upload.update({name: value[0].detach().clone() for name, value in {**up, **coded}.items()})
+        return taken
+
+    def work(round: Round) -> Generator[Any, None, None]:
+        received = {name.removeprefix(MODEL).removeprefix(SERVER) for name in state}
+        if missing := [name for name, of in server.reductions.items() if of.down and name not in received]:
+            raise RefusedError(
+                f"Expected the server to send {quoted(missing)} of this recipe's model but it did not. "
+                "Deploy one recipe everywhere."
+            )
+        groups = [group for optimizer in round.federation.optimizers for group in optimizer.param_groups]
+        for group, values in zip(groups, head["optimizer"], strict=True):  # as the server's schedules have them
+            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        yield from round.train(round.cohorts.popleft(), send)
+        round.cohort, round.done = None, True  # bringing uploads together is the server's part
+        round.federation.module.trainer.should_stop = True
+
+    number = int(head["round"])
+    parts.strategy.cohort_size = 1
+    parts.strategy.new_round = lambda federation: Round(federation, [Cohort(federation, [client], number)], work)
+    trainer = L.Trainer(
+        strategy=parts.strategy,
+        callbacks=parts.callbacks,
+        max_epochs=int(head["max_epochs"]),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        **parts.trainer,
+    )
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    progress.ready = progress.started = progress.processed = progress.completed = number
+    trainer.fit(parts.module, datamodule=parts.stream)
+    record = server.record
+    if not upload:
+        raise RefusedError(f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}.")
+    start = {name: server.reductions[name].start(server.state[name]) for name in upload}
+    samples, rehearsed = int(trained.samples[0]), int(trained.trained[0] - trained.samples[0])
+    said = {"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}
+    return said, {name: value.cpu() for name, value in changes(upload, start).items()}
+
+
+def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
+    """Put what the server has sent into the module; the server as a node has it: with the memories of one client."""
+    known = entries(parts.module)
+    model, extra = (
+        {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        for prefix in (MODEL, SERVER)
+    )
+    check_names(model, model.keys() & known.keys(), len(model), "the server")
+    for name, value in model.items():
+        check_form(name, value, known[name], "the server")
+        if not torch.isfinite(value).all() and torch.isfinite(known[name]).all():
+            raise RefusedError(f"Expected `{name}` of the server to be finite but some of its numbers are not.")
+    load_entries(parts.module, {**known, **model})
+    federation = parts.strategy.federation
+    federation.server = FederatedServer(ClientStore("disk", memories), compression=federation.server.compression)
+    federation.server.extra = extra
+    return federation.server
 
 
 def own_folder(folder: Path, federation: str, client: str) -> Path:
@@ -97,11 +196,8 @@ def own_folder(folder: Path, federation: str, client: str) -> Path:
 
 def memories(folder: Path, client: str, round: int) -> Path:
     """Where a client's memories are, as they were before a round: also where the round is trained again."""
-    now, before, note = (
-        ClientStore("disk", folder / "now"),
-        ClientStore("disk", folder / "before"),
-        folder / "round.json",
-    )
+    now, before = ClientStore("disk", folder / "now"), ClientStore("disk", folder / "before")
+    note = folder / "round.json"
     begun = int(json.loads(note.read_text())["round"]) if note.exists() else -1
     if round < begun:
         raise RefusedError(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Plan
+from lightning_fcl.data.samples import Samples
+from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Plan, Pool
 from lightning_fcl.data.scenarios.scenario import History, with_history
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.randomness import seed_of
 
 Groups = tuple[tuple[int, ...], ...]
@@ -46,9 +47,6 @@ class Outline:
     history: History = "round"
     samples_per_round: int | None = None
     dealt: bool = True
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def of_plain(cls, values: Mapping[str, Any]) -> Outline:
@@ -154,3 +152,31 @@ def _rows(outline: Outline, groups: IntArray, round: int, seed: int) -> IntArray
     within, size = round - outline.experiences.index(experience), outline.samples_per_round
     part = rng.permutation(rows)[within * size : (within + 1) * size]
     return np.sort(part)
+
+
+def server_plan(
+    scenario: ClassIncremental | DomainIncremental,
+    samples: Samples,
+    part: NDArray[Any] | None,
+    clients: Sequence[str],
+    seed: int,
+) -> Plan:
+    """A plan in which clients have tasks and no samples, and the server's samples are tested on, each in its part."""
+    named = np.zeros(len(samples), dtype=np.int64) if samples.group is None else samples.group
+    domains, group = np.unique(named, return_inverse=True)
+    number = max(len(samples.classes), len(domains), 1)
+    each = np.arange(number)
+    y = np.concatenate([each % max(len(samples.classes), 1), samples.labels])
+    of_all = None if samples.group is None else np.concatenate([each % len(domains), group])
+    names = () if samples.group is None else tuple(map(str, domains))
+    part = np.full(len(samples), "test") if part is None else part
+    test, validation = (np.flatnonzero(part == name) + number for name in ("test", "validation"))
+    pool = Pool(y, EMPTY, test, validation, dict.fromkeys(clients, each), of_all, samples.classes, names)
+    plan = replace(scenario, samples_per_round=None).plan(pool, seed)
+    return replace(
+        plan,
+        train=tuple(dict.fromkeys(clients, EMPTY) for _ in plan.train),
+        groups=plan.groups[number:],
+        test=plan.test - number,
+        validation=plan.validation - number,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,10 +26,10 @@ from lightning_fcl.data.datasets.files import check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
 from lightning_fcl.data.own import samples_of
 from lightning_fcl.data.samples import Samples, name_of
-from lightning_fcl.data.scenarios import EMPTY, IntArray
+from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.deployment.outline import Outline, client_plan
-from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.deployment.messages import RefusedError
+from lightning_fcl.deployment.outline import Outline, client_plan, server_plan
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import replacing, write_whole
 from lightning_fcl.evaluation.inside import inside
@@ -92,45 +92,16 @@ def read_data(where: str | Path) -> OwnData:
 
 
 def count_samples(where: str, note: Path) -> int:
-    """How many samples a machine has, of whose files a note is kept: they are read again when they have changed.
-
-    Args:
-        where: As in `read_data`.
-        note: Where the note is.
-
-    Raises:
-        RefusedError: If they cannot be read.
-    """
-    stamp = _stamp(where)
-    if not stamp:
-        return len(read_data(where).samples)
-    noted: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
-    if noted.get("stamp") != stamp:
-        noted = {"stamp": stamp}
-        try:
-            noted["samples"] = len(read_data(where).samples)
-        except RefusedError as error:
-            if _may_pass(error):
-                raise
-            noted["refused"] = str(error)
-        write_whole(note, json.dumps(noted))
-    if "refused" in noted:
-        raise RefusedError(noted["refused"])
-    return int(noted["samples"])
-
-
-def _may_pass(error: BaseException | None) -> bool:
-    """Whether an error may be over with the files as they are: it is the disk's, or that of a package."""
-    own = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is not None)
-    return error is not None and (own or _may_pass(error.__cause__))
-
-
-def _stamp(where: str) -> str:
-    """What tells files from those that were there before; "" where nothing does."""
+    """How many samples a machine has; a note is kept of files that could be read, until they change."""
     path = Path(where)
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    told = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((__version__, os.environ.get(LIMIT), told)).encode()).hexdigest() if told else ""
+    seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stamp = hashlib.sha256(repr((__version__, os.environ.get(LIMIT), seen)).encode()).hexdigest()
+    noted: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
+    if not files or noted.get("stamp") != stamp:
+        noted = {"stamp": stamp, "samples": len(read_data(where).samples)}
+        write_whole(note, json.dumps(noted))
+    return int(noted["samples"])
 
 
 def _read_file(path: Path) -> OwnData:
@@ -145,13 +116,9 @@ def _read_file(path: Path) -> OwnData:
     }
     shapes |= {name: read[name].shape for name in ("mean", "std") if name in read}
     check_arrays(path, read, {name: (_KINDS[name], shapes.get(name, ("n",))) for name in read}, _MEND)
-    return _of_arrays(read)
-
-
-def _of_arrays(read: Mapping[str, NDArray[Any]]) -> OwnData:
     x, y = torch.from_numpy(np.ascontiguousarray(read["x"])), read["y"]
-    if len(x) != len(y) or not len(x):
-        raise ValueError(f"it holds {len(x)} samples and {len(y)} targets. {_MEND}")
+    if not len(x):
+        raise ValueError(f"it holds 0 samples. {_MEND}")
     if x.is_floating_point() and not torch.isfinite(x).all():
         raise ValueError("`x` holds numbers that are not finite. Mend or drop these samples")
     classes = tuple(map(str, read["classes"])) if "classes" in read else ()
@@ -206,6 +173,19 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
     stream.plan = client_plan(outline, groups, data.rounds, stream.seed)
     data.lend_hooks(stream)
     stream.hold(replace(samples, targets=targets, classes=outline.classes))
+
+
+def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[str]) -> None:
+    """Let a stream be that of a server, which has samples to test on, and knows the clients' names alone."""
+    scenario, samples = stream.scenario, data.samples
+    if not isinstance(scenario, ClassIncremental | DomainIncremental):
+        raise ValueError(
+            f"Expected a scenario of classes or domains for a server with data of its own but got {scenario}, which "
+            "deals samples out one by one. Leave the server's `data` out: it then takes the recipe's."
+        )
+    stream.plan = server_plan(scenario, samples, data.part, clients, stream.seed)
+    data.lend_hooks(stream)
+    stream.hold(samples)
 
 
 def write_split(stream: FederatedStream, folder: Path) -> list[Path]:

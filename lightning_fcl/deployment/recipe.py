@@ -43,7 +43,7 @@ _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
 
 
 @dataclass(frozen=True)
-class Parts:
+class NodeParts:
     """What a node trains with."""
 
     module: L.LightningModule
@@ -72,7 +72,7 @@ def fingerprint(recipe: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def build(recipe: Mapping[str, Any]) -> Parts:
+def build(recipe: Mapping[str, Any]) -> NodeParts:
     """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it."""
     seed, trainer = recipe["seed_everything"], recipe["trainer"]
     L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
@@ -86,7 +86,7 @@ def build(recipe: Mapping[str, Any]) -> Parts:
     if not isinstance(made, FederatedStrategy) or not isinstance(module, L.LightningModule):
         raise ValueError(f"Expected a `FederatedStrategy` and a LightningModule but got {made} and {module}.")
     arguments = {name: trainer[name] for name in _TRAINER if trainer.get(name) is not None}
-    return Parts(module, stream, made, [one for one in callbacks if acts_on_nodes(one)], arguments)
+    return NodeParts(module, stream, made, [one for one in callbacks if acts_on_nodes(one)], arguments)
 
 
 def acts_on_nodes(callback: Callback) -> bool:

@@ -17,22 +17,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from lightning_fcl.deployment.link import FOR
 from lightning_fcl.errors import require
-
-_WARM = (
-    "flwr.clientapp",
-    "flwr.app",
-    "torch",
-    "lightning.pytorch",
-    "lightning_fcl.deployment.node",
-    "lightning_fcl.deployment.flower",
-)
-_FOR = "runs federations on real machines", "flower"
 
 
 def warm() -> None:
     """Import what a client needs."""
-    for name in _WARM:
+    for name in ("flwr.app", "flwr.clientapp", "lightning_fcl.deployment.flower"):
         import_module(name)
 
 
@@ -40,12 +31,12 @@ def stay(words: Sequence[str]) -> None:
     """Run ``flower-superexec`` with these arguments, until it is told to stop."""
     warm()
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
-    executor: Any = require("flwr.supercore.superexec.executor.subprocess_executor", *_FOR)
-    require("flwr.supernode.cli.flwr_clientapp", *_FOR)
+    executor: Any = require("flwr.supercore.superexec.executor.subprocess_executor", *FOR)
+    require("flwr.supernode.cli.flwr_clientapp", *FOR)
     executor.subprocess = _Forks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who are done
     sys.argv = ["flower-superexec", *words]
-    require("flwr.supercore.cli.flower_superexec", *_FOR).flower_superexec()
+    require("flwr.supercore.cli.flower_superexec", *FOR).flower_superexec()
 
 
 class _Forks:
@@ -63,8 +54,8 @@ class _Forks:
         return child
 
 
-def end_with_parent(patience: float = 10.0) -> None:
-    """Let this process end when the one that started it has, also where Flower waits for a SuperLink that is gone."""
+def follow_parent(patience: float = 10.0) -> None:
+    """Let this process end after the one that started it, also where Flower waits for a SuperLink that is gone."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -77,19 +68,15 @@ def end_with_parent(patience: float = 10.0) -> None:
 
 
 def _be_client(words: Sequence[str]) -> None:
-    code = 1
     try:
-        end_with_parent()
+        follow_parent()
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         sys.argv = list(words)
-        require("flwr.supernode.cli.flwr_clientapp", *_FOR).flwr_clientapp()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+        require("flwr.supernode.cli.flwr_clientapp", *FOR).flwr_clientapp()
+    except Exception:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # nothing of the parent's is ended here
+        os._exit(0)  # nothing of the parent's is ended here, and nobody asks how it went

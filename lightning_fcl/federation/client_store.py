@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote
@@ -17,7 +18,6 @@ from torch import Tensor
 from lightning_fcl.errors import NoRoomError
 from lightning_fcl.evaluation.files import TemporaryFolder, write_whole, writing
 from lightning_fcl.evaluation.inside import inside
-from lightning_fcl.federation.pixels import Pixels
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.hub.reading import ensure
 
@@ -31,6 +31,40 @@ UNSENT = "unsent"
 """The section of what a client could not send."""
 
 _SUFFIX = ".safetensors"
+_MARK = "|uint8"  # what names of stored pixels end with
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Turns images, normalised by a mean and deviation, into their stored pixels and back, to the very same numbers.
+
+    These take a quarter of the room. What is of another shape, or was not made of whole pixels, stays as it is.
+    """
+
+    mean: Tensor
+    std: Tensor
+    shape: tuple[int, ...]
+
+    def pack(self, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+        packed = {}
+        for name, value in memory.items():
+            images = bool(self.shape) and tuple(value.shape[1:]) == self.shape and len(value) > 0
+            if images and value.dtype == self.mean.dtype:
+                levels = (value * self.std.to(value.device) + self.mean.to(value.device)).round().clamp(0, 255)
+                stored = levels.nan_to_num().to(torch.uint8)
+                if torch.equal(self._normalised(stored), value):
+                    name, value = name + _MARK, stored
+            packed[name] = value
+        return packed
+
+    def unpack(self, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name.removesuffix(_MARK): self._normalised(value) if name.endswith(_MARK) else value
+            for name, value in memory.items()
+        }
+
+    def _normalised(self, stored: Tensor) -> Tensor:
+        return (stored - self.mean.to(stored.device)) / self.std.to(stored.device)
 
 
 class ClientStore:
@@ -94,9 +128,22 @@ class ClientStore:
     def _read(self, client: str) -> ClientState:
         if self._folder is None:
             return self._states.get(client, {})
-        path = self._path(client)
-        state: ClientState = {}
-        for key, tensor in (_read(path, client) if path.exists() else {}).items():
+        path, state = self._path(client), ClientState()
+        if not path.exists():
+            return state
+        try:
+            with safe_open(path, "pt") as file:
+                about: Mapping[str, str] = file.metadata() or {}
+                # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise,
+                # and empty tensors of several types share an address, which `torch.save` refuses.
+                flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            ensure(about.get("checksum") == _checksum(client, flat), "its checksum is another")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(
+                f"Expected the state of client {client} in {path} to be as it was written but {error}. Go on from the "
+                "newest checkpoint, which has all clients' states."
+            ) from error
+        for key, tensor in flat.items():
             section, name = key.split("\x1f")
             state.setdefault(section, {})[name] = tensor
         return state
@@ -131,10 +178,10 @@ class ClientStore:
         if self._folder is None:
             self._before[client] = self._states.get(client)
             return
-        there = self._path(client).exists()
-        if there:
+        known = self._path(client).exists()
+        if known:
             os.replace(self._path(client), self._aside(client))
-        self._before[client] = {} if there else None
+        self._before[client] = {} if known else None
 
     def _aside(self, client: str) -> Path:
         return self._path(client).with_suffix(".before")
@@ -193,22 +240,6 @@ def own_entries(kept: ClientState, device: torch.device) -> Memory:
         {'head': tensor([1.])}
     """
     return {name: value.to(device) for part in ("model", UNSENT) for name, value in kept.get(part, {}).items()}
-
-
-def _read(path: Path, client: str) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, "pt") as file:
-            about: Mapping[str, str] = file.metadata() or {}
-            # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise, and
-            # empty tensors of several types share an address, which `torch.save` refuses.
-            flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        ensure(about.get("checksum") == _checksum(client, flat), "its checksum is another")
-        return flat
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(
-            f"Expected the state of client {client} in {path} to be as it was written but {error}. Go on from the "
-            "newest checkpoint, which has all clients' states."
-        ) from error
 
 
 def _checksum(client: str, tensors: Mapping[str, Tensor]) -> str:

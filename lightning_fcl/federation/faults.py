@@ -22,7 +22,6 @@ def find_faults(
     Args:
         states: The clients' states, every entry of shape (clients, ...).
         start: What they began with.
-        reductions: The reduction of each entry.
     """
     numbers = {
         name: value
@@ -64,12 +63,7 @@ def change_of(before: Tensor, after: Tensor) -> float:
 
 
 def times_moved(changes: Mapping[str, float], before: Mapping[str, Tensor]) -> float:
-    """How far entries have moved together: so many times the larger of their norm and 1.
-
-    Args:
-        changes: Of each entry, see `change_of`.
-        before: The state from which they have.
-    """
+    """How far entries have moved together, by `change_of` each: so many times the larger of their norm before and 1."""
     size = sum(float(before[n].double().where(torch.isfinite(before[n]), 0).square().sum()) for n in changes)
     return math.sqrt(sum(changes.values())) / max(math.sqrt(size), 1.0)
 

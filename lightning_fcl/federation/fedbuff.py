@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import at_least
-from lightning_fcl.federation.buffered_server import BufferedServer
+from lightning_fcl.federation.aggregation import Rules, State
+from lightning_fcl.federation.client_store import ClientState
 from lightning_fcl.federation.compression import Compression
-from lightning_fcl.federation.participation import lots, number_of
 from lightning_fcl.federation.reductions import Mean, Reduction
-from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, in_order
-from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, count_drawn, lots
+from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.federation.speeds import Speeds
 
 __all__ = ["FedBuff"]
+
+_KEPT = "asynchronous"
 
 
 @dataclass(frozen=True, order=True)
@@ -95,11 +101,7 @@ class FedBuff(Schedule):
             )
         self.check_reductions(deployment.reductions)
         if round == 0:
-            self.restore(0, Clock())
-
-    def restore(self, round: int, clock: Clock) -> None:
-        """Go on from the clock at the beginning of a round."""
-        self._first, self._start, self._known = round, clock, {}
+            self._first, self._start, self._known = 0, Clock(), {}
 
     def timed(self, round: int) -> TimedRound:
         return self._at(round).timed
@@ -118,7 +120,9 @@ class FedBuff(Schedule):
         return {"round": round, "now": clock.now, "flights": flights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.restore(state["round"], Clock(state["now"], tuple(Flight(*one) for one in state["flights"])))
+        """Go on from the clock at the beginning of a round."""
+        clock = Clock(state["now"], tuple(Flight(*one) for one in state["flights"]))
+        self._first, self._start, self._known = state["round"], clock, {}
 
     def enter(self, round: int) -> None:
         """A round begins: who takes part in it stays as it is, and nobody asks for earlier ones any more."""
@@ -141,7 +145,9 @@ class FedBuff(Schedule):
         plan, now = self.deployment.plan, clock.now
         present = plan.train[round].keys() - gone
         flights, staleness, skipped = [*clock.flights], dict[str, int](), set[str]()
-        waiting = self._waiting(round, present, {flight.client for flight in flights})
+        may_start = present - {flight.client for flight in flights}
+        order = lots(plan, round, self.deployment.participation.seed)[::-1].tolist()  # the first to start comes last
+        waiting = [place for place in order if plan.clients[place] in may_start]
         while len(staleness) < self.buffer_size:
             if not (flights and flights[0].arrives <= now):  # all that arrive now have arrived
                 self._fill(flights, waiting, round, now)
@@ -157,20 +163,14 @@ class FedBuff(Schedule):
             raise ValueError(
                 f"Expected at least one client with data in round {round} but none has any. Lower `max_epochs`."
             )
-        clients, seconds = in_order(plan, staleness), (now - clock.now) / NANO
+        clients, without = ([client for client in plan.clients if client in some] for some in (staleness, skipped))
         stale = {client: staleness[client] for client in clients if staleness[client]}
-        return TimedRound(clients, in_order(plan, skipped), [], seconds, stale), Clock(now, tuple(flights))
-
-    def _waiting(self, round: int, present: Collection[str], under_way: Collection[str]) -> list[int]:
-        """The places of those who may start with a round's state, the first to start last."""
-        clients = self.deployment.plan.clients
-        order = lots(self.deployment.plan, round, self.deployment.participation.seed)[::-1].tolist()
-        return [place for place in order if clients[place] in present and clients[place] not in under_way]
+        return TimedRound(clients, without, [], (now - clock.now) / NANO, stale), Clock(now, tuple(flights))
 
     def _fill(self, flights: list[Flight], waiting: list[int], round: int, now: int) -> None:
         """Let clients download as long as there is room."""
         clients = self.deployment.plan.clients
-        room = number_of(self.deployment.participation.clients, len(clients)) - len(flights)
+        room = count_drawn(self.deployment.participation.clients, len(clients)) - len(flights)
         for _ in range(min(room, len(waiting))):
             place = waiting.pop()
             client = clients[place]
@@ -199,3 +199,96 @@ class FedBuff(Schedule):
     def hparams(self) -> dict[str, Any]:
         own = {"buffer_size": self.buffer_size, "staleness_exponent": self.staleness_exponent}
         return {"class": type(self).__name__, **own, "speeds": self.speeds.hparams()}
+
+
+class BufferedServer(FederatedServer):
+    """A server whose clients start from its state at their download, and arrive some steps later."""
+
+    def __init__(self, schedule: FedBuff, current_round: Callable[[], int], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._schedule = schedule
+        self._round = current_round
+        self._following = 0  # the round after the last one that was finished
+        self._versions: dict[int, State] = {}  # from which somebody is under way, or may be in this round
+
+    def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
+        super().begin_round(module, rules, extra)
+        self._schedule.check_reductions(self.reductions)  # a module declares them in each round anew
+        round = self._round()
+        self._schedule.enter(round)
+        earlier = {version: self._like_now(state) for version, state in self._versions.items() if version != round}
+        self._versions = {**earlier, round: self.state}
+
+    def _like_now(self, version: State) -> State:
+        """An earlier state on the device of the present one: a checkpoint's comes back on the CPU."""
+        for name, value in self.state.items():
+            if name not in version or version[name].shape != value.shape:
+                raise ValueError(
+                    f"Expected the state that a client has downloaded to have `{name}` of shape {tuple(value.shape)} "
+                    "but it is not so: the module has changed, or a checkpoint is damaged. Begin anew."
+                )
+        return {name: version[name].to(value.device) for name, value in self.state.items()}
+
+    def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
+        states, kept = super().download(clients)
+        for row, client in enumerate(clients):
+            if (version := self._version_of(client)) is not self.state:
+                states[row] = {n: v if self.reductions[n].own else version[n] for n, v in states[row].items()}
+        return states, kept
+
+    def _version_of(self, client: str) -> State:
+        return self._versions[self._round() - self._staleness.get(client, 0)]
+
+    @property
+    def _staleness(self) -> Mapping[str, int]:
+        return self._schedule.timed(self._round()).staleness
+
+    def upload(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
+        parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
+        staleness = self._staleness
+        if any(client in staleness for client in parts.clients):
+            states = {**states, **{name: self._brought_up(name, states[name], parts.clients) for name in self._learnt}}
+        return super().upload(parts, states)
+
+    def _brought_up(self, name: str, values: Tensor, clients: Sequence[str]) -> Tensor:
+        """Uploads of an entry as if to the server's present state: that of a client without staleness as it is."""
+        staleness, rows = self._staleness, []
+        for value, client in zip(values, clients, strict=True):
+            if age := staleness.get(client, 0):
+                value = self.state[name] + self._schedule.scale(age) * (value - self._version_of(client)[name])
+            rows.append(value)
+        return torch.stack(rows)
+
+    def finish_round(self) -> State:
+        state = super().finish_round()
+        self._following = self._round() + 1
+        self._versions = {version: self._versions[version] for version in self._schedule.under_way(self._following)}
+        return state
+
+    def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:
+        clock = self._schedule.state_dict(self._following)
+        return {**super().state_dict(clients), _KEPT: {**clock, "versions": self._versions}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        kept = state.get(_KEPT)
+        if not isinstance(kept, Mapping) or not _is_whole(kept):
+            raise ValueError(
+                f"Expected `{_KEPT}` of the checkpoint to say who is under way, and from which state, but got "
+                f"{kept!r:.200}. Continue from another one."
+            )
+        self._schedule.load_state_dict(kept)
+        self._following, self._versions = kept["round"], dict(kept["versions"])
+
+
+def _is_whole(kept: Mapping[str, Any]) -> bool:
+    """Whether a clock of a checkpoint is one, with the states from which clients are under way."""
+    versions, flights = kept.get("versions"), kept.get("flights")
+    if not (isinstance(versions, Mapping) and isinstance(flights, list)):
+        return False
+    kinds = (int, int, str, int)
+    return (
+        all(isinstance(kept.get(name), int) for name in ("round", "now"))
+        and all(isinstance(one, list) and tuple(map(type, one)) == kinds and one[3] in versions for one in flights)
+        and all(isinstance(of, Mapping) and all(isinstance(v, Tensor) for v in of.values()) for of in versions.values())
+    )

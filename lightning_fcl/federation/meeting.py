@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,11 +40,6 @@ class GlooRanks:
 
     It is not the default group of `torch.distributed`: what else runs in a process, such as a metric, would take it for
     a sign that each of its steps is one of all processes.
-
-    Args:
-        store: Where they find each other.
-        rank: Which one this is, from 0.
-        number: How many there are.
     """
 
     def __init__(self, store: Store, rank: int, number: int) -> None:
@@ -52,17 +47,20 @@ class GlooRanks:
         self._group = ProcessGroupGloo(store, rank, number, _TIMEOUT)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GlooRanks:
-        """Itself: whoever is copied is in the same process."""
-        return self
+        return self  # whoever is copied is in the same process
 
     def share(self, value: T) -> Sequence[T]:
         content = pickle.dumps(value)
         mine = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
-        found = self._gather(_as_long_as(_SHORT, mine))  # most of what is said is short: they meet once
-        longest = 8 + max(map(_length, found))
-        if longest > _SHORT:
-            found = self._gather(_as_long_as(longest, mine))
-        return [value if rank == self.rank else _unpacked(rows) for rank, rows in enumerate(found)]
+        found = self._gather(mine, _SHORT)  # most of what is said is short: they meet once
+        ends = [8 + int.from_bytes(rows[:8].numpy().tobytes(), "little") for rows in found]
+        if max(ends) > _SHORT:
+            found = self._gather(mine, max(ends))
+        others = zip(found, ends, strict=True)
+        return [
+            value if rank == self.rank else pickle.loads(rows[8:end].numpy().tobytes())
+            for rank, (rows, end) in enumerate(others)
+        ]
 
     def add_up(self, numbers: Tensor) -> None:
         here = numbers.cpu()
@@ -74,23 +72,12 @@ class GlooRanks:
     def leave(self) -> None:
         self._group.abort()
 
-    def _gather(self, mine: Tensor) -> list[Tensor]:
+    def _gather(self, content: Tensor, length: int) -> list[Tensor]:
+        mine = torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
         found = [torch.empty_like(mine) for _ in range(self.number)]
         with _explained():
             self._group.allgather([found], [mine]).wait()  # type: ignore[attr-defined]
         return found
-
-
-def _as_long_as(length: int, content: Tensor) -> Tensor:
-    return torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
-
-
-def _length(content: Tensor) -> int:
-    return int.from_bytes(content[:8].numpy().tobytes(), "little")
-
-
-def _unpacked(content: Tensor) -> Any:
-    return pickle.loads(content[8 : 8 + _length(content)].numpy().tobytes())
 
 
 @contextmanager
@@ -122,24 +109,16 @@ def meet(environment: ClusterEnvironment, rank: int, number: int, nodes: int) ->
             os.environ["MASTER_PORT"],
         )
 
-    def found() -> Ranks:
-        store, _, _ = next(rendezvous(where, rank, number, timeout=_START))
-        return GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, number)
+    found: Future[Ranks] = Future()
 
-    return _in_a_thread(found)
-
-
-def _in_a_thread(function: Callable[[], T]) -> T:
-    """What a function returns that waits for others, within which no signal would be heard."""
-    found: Future[T] = Future()
-
-    def work() -> None:
+    def find() -> None:
         try:
-            found.set_result(function())
+            store, _, _ = next(rendezvous(where, rank, number, timeout=_START))
+            found.set_result(GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, number))
         except BaseException as error:
             found.set_exception(error)
 
-    Thread(target=work, daemon=True).start()
+    Thread(target=find, daemon=True).start()  # no signal would be heard here while it waits
     return found.result()
 
 

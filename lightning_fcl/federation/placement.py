@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.federation.client_store import ClientState, ClientStore
-from lightning_fcl.federation.ranks import Ranks, together
+from lightning_fcl.federation.ranks import Ranks, share_by_client
 from lightning_fcl.federation.server import FederatedServer
 
 _NOISE = 0.3  # of a usual pace
@@ -21,11 +21,6 @@ class Placement:
 
     How long a cohort takes is known from its clients' earlier rounds, and before from their samples. Clients whose
     states are in memory come back to the rank that has them, as long as the ranks have about as much to do.
-
-    Args:
-        ranks: The ranks.
-        clients: All clients, in the plan's order.
-        store: This rank's part of what clients keep.
 
     Example:
         >>> from lightning_fcl.federation.ranks import OneRank
@@ -53,11 +48,9 @@ class Placement:
         return self._rank_of.get(client, 0) == self.ranks.rank
 
     def place(self, cohorts: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
-        """Share out a round's cohorts; the numbers of this rank's. What their clients keep comes along.
+        """Share out a round's cohorts of clients, who have so many samples; the numbers of this rank's.
 
-        Args:
-            cohorts: The clients of each.
-            samples: How many samples each client has in the round.
+        What their clients keep comes along.
         """
         self.order = {client: number for number, names in enumerate(cohorts) for client in names}
         ranks = self._ranks_for(cohorts, [self._expected(names, samples) for names in cohorts])
@@ -69,17 +62,17 @@ class Placement:
         usual = float(np.median(list(self._pace.values()))) if self._pace else 1.0
         paces = [self._pace.get(client, usual) for client in names]
         # Clocks differ by what else a machine does: only who is clearly slower, or faster, counts as such.
-        told = [pace if abs(pace / usual - 1) > _NOISE else usual for pace in paces]
-        return sum(samples[client] * pace for client, pace in zip(names, told, strict=True))
+        clear = [pace if abs(pace / usual - 1) > _NOISE else usual for pace in paces]
+        return sum(samples[client] * pace for client, pace in zip(names, clear, strict=True))
 
     def _ranks_for(self, cohorts: Sequence[Sequence[str]], costs: Sequence[float]) -> list[int]:
         load, ranks = np.zeros(self.ranks.number), [0] * len(cohorts)
         slack = _SLACK * sum(costs) / self.ranks.number
         for number in np.argsort([-cost for cost in costs], kind="stable").tolist():
             least, before = int(load.argmin()), [self._rank_of[client] for client in cohorts[number]]
-            there = int(np.bincount(before, minlength=len(load)).argmax())
-            stays = self._store.in_memory and bool(self._pace) and load[there] <= load[least] + slack
-            ranks[number] = there if stays else least
+            usual = int(np.bincount(before, minlength=len(load)).argmax())
+            stays = self._store.in_memory and bool(self._pace) and load[usual] <= load[least] + slack
+            ranks[number] = usual if stays else least
             load[ranks[number]] += costs[number]
         return ranks
 
@@ -88,7 +81,7 @@ class Placement:
         leaving = {client for client, rank in to.items() if self._rank_of[client] != rank}
         if self._store.in_memory and leaving:
             kept = {client: self._store[client] for client in leaving if self.hosts(client)}
-            arriving = together(self.ranks, {client: on_cpu(own) for client, own in kept.items()}, self._clients)
+            arriving = share_by_client(self.ranks, {client: on_cpu(own) for client, own in kept.items()}, self._clients)
             for client in kept:
                 self._store.discard(client)
             for client, own in arriving.items():
@@ -119,7 +112,9 @@ class Placement:
         """What all clients keep, on every rank; all ranks ask, but where `complete` was called and no round since."""
         if self._complete:
             return {client: self._store[client] for client in self._store}
-        return together(self.ranks, {c: on_cpu(self._store[c]) for c in self._store if self.hosts(c)}, self._clients)
+        return share_by_client(
+            self.ranks, {c: on_cpu(self._store[c]) for c in self._store if self.hosts(c)}, self._clients
+        )
 
     def complete(self) -> None:
         """Bring what all clients keep to every rank: when a fit has ended, any of them may be asked."""

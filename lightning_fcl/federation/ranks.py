@@ -42,14 +42,14 @@ class OneRank:
         return [value]
 
     def add_up(self, numbers: Tensor) -> None:
-        """Nothing: they are the sum."""
+        return
 
 
 ALONE = OneRank()
 """A process that runs a federation on its own."""
 
 
-def together(ranks: Ranks, mine: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
+def share_by_client(ranks: Ranks, mine: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
     """What all ranks have for clients, each of which is one rank's: of several ranks in an order of the clients."""
     if ranks.number == 1:
         return dict(mine)

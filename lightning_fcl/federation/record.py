@@ -54,12 +54,7 @@ class RoundRecord:
         self.download_bytes[client] = self.download_bytes.get(client, 0) + number
 
     def combine(self, ranks: Ranks, order: Mapping[str, int]) -> None:
-        """Take in what happened to the other ranks' clients.
-
-        Args:
-            ranks: The ranks.
-            order: Where a client stands in the round's order; those that stand together keep theirs.
-        """
+        """Take in what happened to the other ranks' clients, in the round's order of clients."""
         parts = [vars(record) for record in ranks.share(self)]
         for name, value in vars(self).items():
             if isinstance(value, dict):

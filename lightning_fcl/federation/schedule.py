@@ -1,4 +1,4 @@
-"""The clock of a rehearsed deployment: who is in time for a round, who is late, and how long the round takes.
+"""Who takes part in a round: who is drawn, has left or misses it, and who is in time by a rehearsed deployment's clock.
 
 A schedule is a function of the seed, the plan, who takes part, the clients' speeds and the sizes of messages; nothing
 that training decides changes it. So it is known beforehand, the same on every machine, and whoever is late is not
@@ -7,24 +7,31 @@ trained at all. The clock counts whole nanoseconds: sums of times do not depend 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import above, at_least
 from lightning_fcl.federation.compression import Compression
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.randomness import keyed
 
-if TYPE_CHECKING:
-    from lightning_fcl.federation.participation import Participation
-
-__all__ = ["Deadline", "Deployment", "Schedule", "TimedRound"]
+__all__ = ["Deadline", "Deployment", "Participation", "Schedule", "TimedRound"]
 
 NANO = 10**9
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,21 +83,13 @@ class Schedule(ABC):
         self.speeds = speeds
 
     def begin(self, deployment: Deployment, round: int = 0) -> None:
-        """Take over what it is made for; a fit goes on from ``round``.
-
-        Raises:
-            ValueError: If the two do not go together.
-        """
+        """Take over what it is made for; a fit goes on from ``round``."""
         self.speeds.check_clients(deployment.plan.clients)
         self.deployment = deployment
 
     @abstractmethod
     def timed(self, round: int) -> TimedRound:
-        """What the clock says of a round, also of one that is yet to come.
-
-        Raises:
-            ValueError: If no client has data in the round.
-        """
+        """What the clock says of a round, also of one that is yet to come."""
 
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
         """What makes the server, which is told the round, from the arguments of a `FederatedServer`."""
@@ -100,24 +99,20 @@ class Schedule(ABC):
         """Refuse settings of the strategy that do not go with it."""
         return
 
-    @abstractmethod
-    def hparams(self) -> dict[str, Any]:
-        """The arguments, for checkpoints."""
-
     def duration(self, client: str, round: int) -> int:
         """Nanoseconds of a client that downloads in a round, from there to the end of its upload."""
         of = self.deployment
         samples = of.local_epochs * len(of.plan.train[round][client])
         seed, sizes = of.participation.seed, (of.download_bytes, of.upload_bytes)
-        return round_to_nano(self.speeds.seconds(client, round, seed, samples, *sizes))
+        return nanoseconds(self.speeds.seconds(client, round, seed, samples, *sizes))
+
+    @abstractmethod
+    def hparams(self) -> dict[str, Any]:
+        """The arguments, for checkpoints."""
 
 
-def round_to_nano(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
     return round(seconds * NANO)
-
-
-def in_order(plan: Plan, clients: Collection[str]) -> list[str]:
-    return [client for client in plan.clients if client in clients] if clients else []
 
 
 class Deadline(Schedule):
@@ -138,7 +133,6 @@ class Deadline(Schedule):
 
     Example:
         >>> from lightning_fcl import FederatedStream
-        >>> from lightning_fcl.federation.participation import Participation
         >>> stream = FederatedStream("digits")
         >>> stream.setup("fit")
         >>> deadline = Deadline(Speeds(0.01, clients={"3": {"latency": 60}}), seconds=30)
@@ -155,34 +149,163 @@ class Deadline(Schedule):
             at_least(1, goal=goal)
         self.seconds = seconds
         self.goal = goal
-        self._asked: tuple[int, list[str], TimedRound] | None = None  # the round that was looked at last
-
-    def begin(self, deployment: Deployment, round: int = 0) -> None:
-        super().begin(deployment, round)
-        self._asked = None
+        self._known: tuple[Deployment, int, list[str], TimedRound] | None = None  # what was asked last
 
     def timed(self, round: int) -> TimedRound:
         of = self.deployment
         drawn, skipped = of.participation.chosen(of.plan, round)
-        if self._asked is None or self._asked[:2] != (round, drawn):
-            self._asked = round, drawn, self._timed(round, drawn, skipped)
-        return self._asked[2]
-
-    def _timed(self, round: int, drawn: list[str], skipped: list[str]) -> TimedRound:
+        if self._known is not None and self._known[0] is of and self._known[1:3] == (round, drawn):
+            return self._known[3]
         arrives = {client: self.duration(client, round) for client in drawn}
         first = sorted(drawn, key=arrives.__getitem__)  # stable: of those that come at once, in the plan's order
-        limit = arrives[first[-1]] if self.seconds is None else round_to_nano(self.seconds)
+        limit = arrives[first[-1]] if self.seconds is None else nanoseconds(self.seconds)
         counted = [client for client in first if arrives[client] <= limit][: self.goal] or first[:1]
-        last, taken = arrives[counted[-1]], {*counted}
-        late = [client for client in drawn if client not in taken]
+        last, in_time = arrives[counted[-1]], {*counted}
+        late = [client for client in drawn if client not in in_time]
         in_vain = bool(late) and len(counted) != self.goal and last <= limit  # it waits until the deadline
         end = limit if in_vain else last
-        return TimedRound([client for client in drawn if client in taken], skipped, late, end / NANO)
+        timed = TimedRound([client for client in drawn if client in in_time], skipped, late, end / NANO)
+        self._known = of, round, drawn, timed
+        return timed
 
     def hparams(self) -> dict[str, Any]:
-        return {
-            "class": type(self).__name__,
-            "seconds": self.seconds,
-            "goal": self.goal,
-            "speeds": self.speeds.hparams(),
-        }
+        own = {"seconds": self.seconds, "goal": self.goal}
+        return {"class": type(self).__name__, **own, "speeds": self.speeds.hparams()}
+
+
+def count_drawn(participation: float | int, clients: int) -> int:
+    """How many of so many clients take part: a float is their share, an int their number; at least one.
+
+    Example:
+        >>> count_drawn(0.25, 10), count_drawn(0.01, 10), count_drawn(4, 10)
+        (3, 1, 4)
+    """
+    return max(1, round_half_up(participation * clients) if isinstance(participation, float) else participation)
+
+
+def lots(plan: Plan, round: int, seed: int) -> NDArray[np.int64]:
+    """The clients' places in the order in which a round's lots prefer them, shape (clients,)."""
+    return np.argsort(keyed(plan.name_keys, seed, round, "participation"), kind="stable")
+
+
+class Participation:
+    """Decides who takes part in each round of a federation.
+
+    Every choice depends on the seed, the round and the clients' names alone, not on what has happened before.
+
+    Args:
+        clients: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at least one.
+        seed: Seed of all choices.
+        swarm: Who leaves, who misses a synchronisation, and that there is a master; None: a federation with a server.
+        schedule: Whose uploads come in time, by the clock of a rehearsed deployment; None: those of all.
+
+    Raises:
+        ValueError: If ``clients`` is out of range, or there are a swarm and a schedule.
+
+    Example:
+        >>> participation = Participation(clients=2, swarm=Swarm(leaves={"client1": 3}))
+        >>> participation.withdraw("client4")
+        >>> sorted(participation.unavailable(2)), sorted(participation.unavailable(3))
+        (['client4'], ['client1', 'client4'])
+    """
+
+    def __init__(
+        self,
+        clients: int | float = 1.0,
+        seed: int = 0,
+        swarm: Swarm | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        if not clients > 0 or (isinstance(clients, float) and clients > 1):
+            raise ValueError(
+                f"Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
+                f"{clients}."
+            )
+        if swarm is not None and schedule is not None:
+            raise ValueError(
+                f"Expected no `swarm` beside `schedule` but got {swarm.hparams()}: a `{type(schedule).__name__}` is "
+                "kept by a server, which a swarm has not. Leave one out."
+            )
+        self.clients = clients
+        self.seed = seed
+        self.swarm = swarm
+        self.schedule = schedule
+        self.withdrawn: set[str] = set()
+        self._master: str | None = None  # of the last round
+
+    @property
+    def named(self) -> list[str]:
+        """The clients that the settings name: each should be one of the stream's."""
+        own = self.schedule.speeds.named if self.schedule is not None else []
+        return [*own, *(self.swarm.nodes if self.swarm is not None else ())]
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether clients may miss a synchronisation, and go on from their own state."""
+        return self.swarm is not None and bool(self.swarm.dropout or self.swarm.missing)
+
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse settings that name rounds which a stream of so many does not have."""
+        for round in self.swarm.rounds if self.swarm is not None else ():
+            if round >= rounds:
+                raise ValueError(
+                    f"Expected `missing` and `leaves` of the swarm to name rounds of the stream, 0 to {rounds - 1}, "
+                    f"but got {round}, which never comes. Name an earlier one."
+                )
+
+    def draw(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
+        """As `chosen`; where there is a schedule, those train whose uploads come in time."""
+        if self.schedule is None:
+            return self.chosen(plan, round)
+        timed = self.schedule.timed(round)
+        return timed.clients, timed.skipped
+
+    def chosen(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
+        """The clients that are drawn for a round, in the plan's order, and those of the drawn that have no data.
+
+        At least one trains; the draw among the others is not touched by those that are unavailable.
+
+        Raises:
+            ValueError: If no client has data in the round.
+        """
+        clients, absent = plan.clients, self.unavailable(round)
+        present = plan.train[round].keys() - absent
+        if not present:
+            gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
+            raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
+        number = count_drawn(self.clients, len(clients))
+        if number >= len(clients) == len(present):
+            return list(clients), []
+        order = lots(plan, round, self.seed).tolist()
+        drawn = [clients[place] for place in sorted(order[:number])]
+        training = [client for client in drawn if client in present]
+        skipped = [client for client in drawn if client not in present and client not in absent]
+        return training or [next(clients[place] for place in order if clients[place] in present)], skipped
+
+    def drawn(self, plan: Plan, round: int) -> list[str]:
+        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
+        return self.draw(plan, round)[0] if plan.train[round].keys() - self.unavailable(round) else []
+
+    def unavailable(self, round: int) -> set[str]:
+        """The clients that have left the swarm, or were withdrawn."""
+        return self.withdrawn | (self.swarm.gone(round) if self.swarm is not None else set())
+
+    def withdraw(self, client: str) -> None:
+        """Let a client take part in no later round."""
+        self.withdrawn.add(client)
+
+    def misses(self, client: str, round: int) -> bool:
+        """Whether a client trains in a round but misses its synchronisation."""
+        return self.swarm is not None and self.swarm.misses(client, round, self.seed)
+
+    def elect(self, record: RoundRecord, clients: Sequence[str]) -> None:
+        """Name the master of a round in a swarm, the first of the clients in reach, over whose radio nothing went."""
+        if self.swarm is None:
+            return
+        record.master = self.swarm.master([client for client in clients if client in record.upload_bytes])
+        if record.master is None:
+            return
+        if self._master not in (None, *record.upload_bytes):
+            log.warning("%s is out of reach as the swarm's master: %s takes over.", self._master, record.master)
+        self._master = record.master
+        record.upload_bytes[record.master] = record.download_bytes[record.master] = 0

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -182,25 +183,20 @@ def _checked(client: str, own: Any) -> dict[str, float]:
 
 def _read(path: Path) -> dict[str, Any]:
     """The clients' own numbers of a file, as they stand there."""
-    if path.suffix == ".csv":
-        try:
-            return _read_csv(path)
-        except csv.Error as error:
-            raise ValueError(f"Expected {path} to be CSV but got: {error}. Write it anew.") from error
-    found = read_yaml(path)
-    if not isinstance(found, Mapping):
-        raise ValueError(f"Expected {path} to map clients to their speeds but got {found!r:.100}.")
-    return {str(client): own for client, own in found.items()}
-
-
-def _read_csv(path: Path) -> dict[str, Any]:
-    rows = list(csv.DictReader(read_lines(path, "Write it anew.")))
+    if path.suffix != ".csv":
+        found = read_yaml(path)
+        if not isinstance(found, Mapping):
+            raise ValueError(f"Expected {path} to map clients to their speeds but got {found!r:.100}.")
+        return {str(client): own for client, own in found.items()}
+    try:
+        rows = list(csv.DictReader(read_lines(path, "Write it anew.")))
+    except csv.Error as error:
+        raise ValueError(f"Expected {path} to be CSV but got: {error}. Write it anew.") from error
     if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
         raise ValueError(f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}. Mend it.")
-    found: dict[str, Any] = {}
-    for row in rows:
-        client = row.pop(_CLIENT)
-        if client in found:
-            raise ValueError(f"Expected each client once in {path} but {client} comes twice. Leave one out.")
-        found[client] = {name: text for name, text in row.items() if text}
-    return found
+    clients = [row.pop(_CLIENT) for row in rows]
+    if twice := [client for client, times in Counter(clients).items() if times > 1]:
+        raise ValueError(f"Expected each client once in {path} but {twice[0]} comes twice. Leave one out.")
+    return {
+        client: {name: text for name, text in row.items() if text} for client, row in zip(clients, rows, strict=True)
+    }

@@ -17,7 +17,7 @@ from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of, ranks_of
-from lightning_fcl.federation.ranks import together
+from lightning_fcl.federation.ranks import share_by_client
 from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
@@ -193,7 +193,7 @@ class FedWEIT(Method):
     # The server.
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.knowledge |= together(ranks_of(trainer), self._arriving, need_stream(trainer).plan.clients)
+        self.knowledge |= share_by_client(ranks_of(trainer), self._arriving, need_stream(trainer).plan.clients)
         self._arriving = {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning_fcl.errors import check_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.federation.ranks import together
+from lightning_fcl.federation.ranks import share_by_client
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
@@ -97,7 +97,7 @@ class Unlearning(Method):
     def forget(self, federation: Federation, module: RidgeTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
         mine = {client: federation.server.store.memory(client, self.section)} if federation.hosts(client) else {}
-        memory, state = together(federation.strategy.ranks, mine, [client])[client], entries(module)
+        memory, state = share_by_client(federation.strategy.ranks, mine, [client])[client], entries(module)
         # Sums of another reservoir are not in the server's any more.
         if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
             for name, value in memory.items():

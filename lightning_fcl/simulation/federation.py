@@ -19,10 +19,10 @@ from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import State, declare, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.local_training import LocalTrainer
-from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of

@@ -24,8 +24,7 @@ from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, settings_of
-from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.schedule import Schedule
+from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint

@@ -12,8 +12,7 @@ from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, DERpp, FedProx, 
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.pixels import Pixels
+from lightning_fcl.federation.client_store import ClientStore, Pixels
 
 MEAN, STD = (0.49, 0.48, 0.44), (0.2, 0.25, 0.26)
 

@@ -10,7 +10,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.data.partition import Natural
 from lightning_fcl.data.scenarios import ClassIncremental, Pool
 from lightning_fcl.data.split import Split
-from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.randomness import keys_of
 
 

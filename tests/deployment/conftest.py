@@ -9,13 +9,12 @@ import torch
 import yaml
 
 from lightning_fcl.deployment.app import write_app
-from lightning_fcl.deployment.decoding import opened
-from lightning_fcl.deployment.flower import record_of, sealed_of
+from lightning_fcl.deployment.link import record_of, sealed_of
+from lightning_fcl.deployment.messages import opened
 from lightning_fcl.deployment.node import Node
-from lightning_fcl.deployment.nodes import Terms
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.recipe import read_recipe
-from lightning_fcl.deployment.serve import serve
+from lightning_fcl.deployment.server import Terms, serve
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
 from lightning_fcl.running.fit import resolve_recipe, run
@@ -96,7 +95,7 @@ class Rehearsal:
     """A recipe, its simulation and its deployment, in a folder."""
 
     def __init__(self, folder, more=()):
-        self.folder = folder
+        self.folder, self.earlier = folder, set()
         written = folder / "given.yaml"
         written.write_text(yaml.safe_dump(over(BASE, dict(more))))
         self.path = folder / "recipe.yaml"
@@ -139,7 +138,8 @@ class Rehearsal:
         return read_checkpoint(load, newest_checkpoint(self.folder / "deployed" / "checkpoints"))["state_dict"]
 
     def anew(self):
-        """Let another run begin where there has been none: nobody remembers anything."""
+        """Let another run begin where there has been none: nobody remembers anything of it."""
+        self.earlier |= {path.name for path in (self.folder / "memories").glob("*")}
         for name in ("deployed", "memories"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -147,10 +147,16 @@ class Rehearsal:
         """Whether the server is done: this file is written last."""
         return (self.folder / "deployed" / "files.txt").exists()
 
+    def memory(self, client):
+        """The folder of what a client keeps of this run: who is late may still write to that of an earlier one."""
+        own = (self.folder / "memories").glob(f"*/{client}")
+        return next((folder for folder in own if folder.parent.name not in self.earlier), None)
+
     def begun(self, client):
         """The last round that a client has begun; -1 before its first."""
-        notes = list((self.folder / "memories").glob(f"*/{client}/round.json"))
-        return json.loads(notes[0].read_text())["round"] if notes else -1
+        folder = self.memory(client)
+        begun = folder is not None and (folder / "round.json").exists()
+        return json.loads((folder / "round.json").read_text())["round"] if begun else -1
 
     def holds(self, module):
         """Whether the server's newest checkpoint holds a module's bits."""
@@ -205,12 +211,11 @@ def connect(tmp_path_factory):
     """Makes a rehearsal of a recipe, its simulation, and a SuperLink with a SuperNode for each client."""
     made = []
 
-    def connected(recipe, beat=None):
+    def connected(recipe, beat):
         folder = tmp_path_factory.mktemp("connected")
         one, at = Rehearsal(folder, recipe), Machines(folder)
         made.append(at)
-        if beat is not None:
-            at.hasten(beat)
+        at.hasten(beat)
         simulated = one.simulate()
         at.link()
         for client in one.clients:

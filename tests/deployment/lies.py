@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from lightning_fcl.deployment.flower import record_of
+from lightning_fcl.deployment.link import record_of
 
 BIG = 2**63
 
@@ -252,6 +252,7 @@ KINDS = {
     "a shape beyond its bytes": (shaped(b"(999999999999999,)"), NO_ARRAY),
     "a shape of many ones": (shaped(b"(" + b"1, " * 100 + b"1)"), NO_ARRAY),
     "a shape of nothing": (shaped(b"(0,)"), NO_ARRAY),
+    "another shape of as many numbers": (shaped(b"(10, 1)"), r"of client 1 to be torch.float32 of shape \(10,\) but"),
     "by columns": (swap(b"False", b"True"), NO_ARRAY),
     "another byte order": (swap(b"'<f4'", b"'>f4'"), NO_ARRAY),
     "integers for floats": (swap(b"'<f4'", b"'<i4'"), NO_ARRAY),

@@ -30,10 +30,11 @@ if not runs("flower-superlink", "flower-superexec", "flwr-serverapp"):  # a serv
 constant.MAX_RETRY_DELAY = 1
 if runs("flower-supernode"):
     wait = time.sleep
-    time.sleep = lambda seconds: wait(min(seconds, 0.2))
+    time.sleep = lambda seconds: wait(min(seconds, 0.5))
 """
 
-FORKS = """
+EXECUTORS = """
+import json
 import os
 import signal
 import sys
@@ -41,12 +42,37 @@ import sys
 from lightning_fcl.deployment.resident import stay, warm
 
 warm()
-for address in sys.argv[1:]:
-    if not os.fork():
-        stay(["--runtime-api-address", address, "--insecure"])
-        sys.exit()
-signal.pause()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    log, words = json.loads(line)
+    if not (child := os.fork()):
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        stay(words)
+        os._exit(0)
+    print(child, flush=True)
 """
+
+
+class Fork:
+    """A process that another one has forked, and looks after; what is used here of a `subprocess.Popen`."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def wait(self, seconds=60.0):
+        ends = time.monotonic() + seconds
+        while self._is_there():
+            if time.monotonic() > ends:
+                raise subprocess.TimeoutExpired("a fork", seconds)
+            time.sleep(0.05)
+
+    def _is_there(self):
+        with suppress(OSError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return state not in "ZX"
+        return False
 
 
 class Machines:
@@ -60,16 +86,16 @@ class Machines:
         self.bin = Path(sys.executable).parent
         self.environment = os.environ | {
             "FLWR_HOME": str(folder / "flwr"),
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3",
             "FLWR_TELEMETRY_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]),
         }
 
-    def start(self, name, *words):
+    def start(self, name, *words, **options):
         with (self.folder / f"{name}.log").open("a") as log:
-            options = {"stdout": log, "stderr": log, "env": self.environment, "cwd": self.folder}
+            options = {"stdout": log, "stderr": log, "env": self.environment, "cwd": self.folder, **options}
             command = [str(self.bin / words[0]), *map(str, words[1:])]
             self.running[name] = subprocess.Popen(command, start_new_session=True, **options)
 
@@ -94,12 +120,19 @@ class Machines:
         self.start(name, "flower-supernode", *self.trust, *own, "--node-config", config, *more)
 
     def executor(self, name):
+        """The process that stays beside a SuperNode: a fork of one that has imported what all of them need."""
+        if "executors" not in self.running:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+            self.start("executors", "python", "-c", EXECUTORS, **pipes)
+        of_all = self.running["executors"]
+        words = ["--runtime-api-address", f"127.0.0.1:{self.ports[name]}", "--insecure"]
+        of_all.stdin.write(json.dumps([str(self.folder / f"{name}-stays.log"), words]) + "\n")
+        self.running[f"{name}-stays"] = Fork(int(of_all.stdout.readline()))
+
+    def own_executor(self, name):
+        """The same, as the page about deployments starts it."""
         at = ["--runtime-api-address", f"127.0.0.1:{self.ports[name]}"]
         self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
-
-    def executors(self, names):
-        """The processes that stay beside some SuperNodes, forked by one that has imported what they need."""
-        self.start("stay", "python", "-c", FORKS, *(f"127.0.0.1:{self.ports[name]}" for name in names))
 
     def sends(self, name):
         """Whether a SuperNode has begun to send an answer, and not ended."""

@@ -9,11 +9,9 @@ import torch
 
 from lightning_fcl import __version__
 from lightning_fcl.deployment.answers import Limits, by_normal, greeting_of, upload_of
-from lightning_fcl.deployment.changes import changes
-from lightning_fcl.deployment.decoding import Sealed, array_of, reason_of
-from lightning_fcl.deployment.flower import sealed_of
+from lightning_fcl.deployment.link import sealed_of
+from lightning_fcl.deployment.messages import Parcel, RefusedError, Sealed, array_of, changes, reason_of
 from lightning_fcl.deployment.node import own_folder
-from lightning_fcl.deployment.parcel import Parcel, RefusedError
 from lightning_fcl.federation.aggregation import BUILT_IN
 
 from .lies import HELLOS, KINDS, Message, numbers, saying

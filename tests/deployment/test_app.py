@@ -3,6 +3,7 @@
 import re
 import shlex
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -15,11 +16,10 @@ import lightning_fcl
 from lightning_fcl import FederatedStream
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.deployment.outline import Outline, client_plan, outline_of
+from lightning_fcl.deployment.messages import RefusedError
+from lightning_fcl.deployment.outline import Outline, client_plan, outline_of, server_plan
 from lightning_fcl.deployment.own_data import read_data, take_data, write_split
-from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.deployment.recipe import build, fingerprint, read_recipe
-from lightning_fcl.deployment.serve import pattern
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.running.parts import read_parts
 
@@ -78,11 +78,12 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
     for number, scenario in enumerate(scenarios):
         stream = FederatedStream.from_arrays(x, y, owner, group, scenario=scenario, seed=5)
         write_split(stream, tmp_path / str(number))
-        told = pattern(scenario, read_data(tmp_path / str(number) / "server.npz"), stream.plan.clients, 5)
+        data = read_data(tmp_path / str(number) / "server.npz")
+        told = server_plan(scenario, data.samples, data.part, stream.plan.clients, 5)
         assert told.tasks == stream.plan.tasks and told.experiences == stream.plan.experiences
         assert np.array_equal(np.sort(told.groups[told.test]), np.sort(stream.plan.groups[stream.plan.test]))
         for client in stream.plan.clients:
-            outline = Outline.of_plain(yaml.safe_load(yaml.safe_dump(_lists(outline_of(stream, client).plain()))))
+            outline = Outline.of_plain(yaml.safe_load(yaml.safe_dump(_lists(asdict(outline_of(stream, client))))))
             own = np.unique(np.concatenate([current.get(client, []) for current in stream.plan.train])).astype(int)
             plan = client_plan(outline, stream.plan.groups[own], None, 5)
             for here, there in zip(plan.train, stream.plan.train, strict=True):

@@ -22,9 +22,10 @@ sys.path += [INSTALLED, PACKAGE]
 import warnings
 warnings.filterwarnings("ignore")
 from pathlib import Path
-from lightning_fcl.deployment.flower import client_app, record_of, sealed_of
-from lightning_fcl.deployment.decoding import opened
-from lightning_fcl.deployment.parcel import Parcel
+from lightning_fcl.deployment.flower import client_app
+from lightning_fcl.deployment.link import record_of, sealed_of
+from lightning_fcl.deployment.messages import opened
+from lightning_fcl.deployment.messages import Parcel
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 import torch

@@ -6,12 +6,9 @@ from itertools import count, pairwise
 import pytest
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment import gathering, link
-from lightning_fcl.deployment.decoding import Sealed, opened
-from lightning_fcl.deployment.flower import record_of, sealed_of
-from lightning_fcl.deployment.gathering import Gathering
-from lightning_fcl.deployment.link import AGAIN_SECONDS, HELLO_SECONDS, Members
-from lightning_fcl.deployment.parcel import Parcel
+from lightning_fcl.deployment.link import record_of, sealed_of
+from lightning_fcl.deployment.members import AGAIN_SECONDS, HELLO_SECONDS, Gathering, Members
+from lightning_fcl.deployment.messages import Parcel, Sealed, opened
 
 HELLO = {"kind": "hello"}
 
@@ -90,8 +87,7 @@ def refusing(parcel, now):
 @pytest.fixture
 def clock(monkeypatch):
     one = Clock()
-    for module in (link, gathering):
-        monkeypatch.setattr(module, "time", one)
+    monkeypatch.setattr("lightning_fcl.deployment.members.time", one)
     return one
 
 
@@ -122,7 +118,7 @@ def gather(air, members):
         one = Gathering(air, members, 20, 100, lambda name, node: Parcel({"kind": "train", "for": name}), take)
         run.left = one.run(wanted, needed)
         run.enough = one.enough
-        return one.counted
+        return len(one.counted)
 
     return run
 
@@ -153,6 +149,24 @@ def test_a_key_stays_the_client_that_it_was_on_whatever_node_it_comes_back(air, 
     )
     air.there = {8: client("a")}
     assert members.reach(["a", "b"], 1) == {"a": 8}
+
+
+def test_where_keys_are_registered_a_name_stays_that_of_the_first_key_that_had_it(air, caplog):
+    """Also while the node with that key is away, and in a run that goes on: a key without a name takes none that is."""
+    claimed = {}
+    air.there, air.keys = {7: client("a")}, {7: "mine", 8: "other", 9: "mine"}
+    for registered in (True, False):
+        one = Members(air, "r", 4, claimed, registered)
+        one.begin_round(HELLO, "")
+        if registered:
+            assert one.reach(["a"], 1) == {"a": 7} and claimed == {"mine": "a"}
+            air.there = {8: client("a")}
+            with pytest.raises(RuntimeError, match="Expected node 8 to have the key that client a has had in this run"):
+                one.reach(["a"], 1)
+            air.there = {8: client("a"), 9: client("a")}
+            assert one.reach(["a"], 1) == {"a": 9} and claimed == {"mine": "a"}
+            air.there = {8: client("a")}
+    assert one.reach(["a"], 1) == {"a": 8}
 
 
 def test_a_node_whose_data_come_late_is_asked_again_until_it_has_them(air, members, caplog):
@@ -238,6 +252,14 @@ def test_a_client_whose_answer_is_lost_on_its_way_is_sent_the_round_again_after_
     air.there = {7: loses_the_first, 8: client("b")}
     assert gather(["a", "b"], 2) == 2 and gather.left == {} and gather.taken == ["b", "a"]
     assert 20 < air.clock.now - 100 < 20 + AGAIN_SECONDS + 1
+
+
+def test_a_node_that_is_slow_is_sent_the_round_again_after_ever_longer_pauses(air, gather):
+    """It works off all that it is sent, one after the other."""
+    air.there = {7: stalling("a"), 8: client("b")}
+    assert gather(["a", "b"], 2) == 1 and gather.left == {"a": "no answer within 20 s"}
+    pauses = [later - one for one, later in pairwise(air.asked(7, "train"))]
+    assert len(pauses) == 2 and 20 < pauses[0] < 20 + 2 * AGAIN_SECONDS and 40 < pauses[1] < 40 + 2 * AGAIN_SECONDS
 
 
 def test_a_client_whose_process_crashes_is_sent_the_round_again_on_the_same_node(air, gather):

@@ -41,10 +41,8 @@ def connected(started):
     return started
 
 
-def memory(one, client):
-    """What a client has kept of this federation: there is no other one."""
-    [folder] = (one.folder / "memories").glob(f"*/{client}/now")
-    return ClientStore("disk", folder)[client]
+def kept_by(one, client):
+    return ClientStore("disk", one.memory(client) / "now")[client]
 
 
 @pytest.fixture
@@ -99,7 +97,7 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
     at.wait_for(one.ended)
     assert one.holds(simulated.model)
     for client in one.clients:
-        kept, remembered = memory(one, client), simulated.trainer.strategy.server.store[client]
+        kept, remembered = kept_by(one, client), simulated.trainer.strategy.server.store[client]
         assert kept.keys() == remembered.keys() and kept["Replay"]
         for section, values in remembered.items():
             assert all(torch.equal(value, kept[section][name]) for name, value in values.items())
@@ -121,4 +119,16 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     assert all(len(round["upload_bytes"]) >= 2 for round in rounds)
     claimed = [round["claims"] for round in rounds if "claims" in round]  # none where it took so long to start
     assert all(claims.keys() == {lost} and len(claims[lost]) == 2 for claims in claimed)
-    assert one.begun(lost) == ROUNDS - 1 and memory(one, lost)["Replay"]
+    assert one.begun(lost) == ROUNDS - 1 and kept_by(one, lost)["Replay"]
+
+
+def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
+    """The others go on, in the round at hand and in those after it: also once Flower takes it for gone."""
+    one, _, at = connected
+    at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=20.0)
+    at.wait_for(lambda: one.begun("2") >= 0)
+    at.signal("2", signal.SIGSTOP)
+    at.wait_for(one.ended)
+    rounds = json.loads((one.folder / "deployed" / "results.json").read_text())["record"]["rounds"]
+    assert len(rounds) == ROUNDS and set(rounds[-1]["upload_bytes"]) == {"0", "1"}
+    assert all(len(round["upload_bytes"]) >= 2 for round in rounds)

@@ -11,9 +11,8 @@ import torch
 
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
-from lightning_fcl.deployment.changes import restored
-from lightning_fcl.deployment.flower import sealed_of
-from lightning_fcl.deployment.parcel import MODEL, Parcel, RefusedError
+from lightning_fcl.deployment.link import sealed_of
+from lightning_fcl.deployment.messages import MODEL, Parcel, RefusedError, restored
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.federation.aggregation import BUILT_IN, entries
 
@@ -135,31 +134,6 @@ def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared
     for round in (0, 1):
         named = rf"at least 3 clients in round {round} but got 2 \(1: .* got -3\..*\)\. It goes on with these\."
         assert re.search(named, caplog.text)
-
-
-@pytest.mark.seconds
-def test_a_node_keeps_the_name_that_it_has_claimed(rehearsal, wire, caplog):
-    """It leaves for a moment, and comes back as another client, which is there no more."""
-    prepared = rehearsal({"trainer": {"max_epochs": 3}})
-    prepared.simulate()
-
-    class Changing(wire):
-        looks = 0
-
-        def nodes(self):
-            if any(parcel.state for _, parcel in self.asked):
-                self.looks += 1
-            if self.looks > 1:
-                self.reached = {7: self.reached[7], 8: prepared.node("2")}
-            there = super().nodes()
-            return {number: key for number, key in there.items() if number != 8} if self.looks == 1 else there
-
-    link = Changing([prepared.node(client) for client in prepared.clients])
-    rounds = rounds_of(prepared.serve(link, clients_at_least=1))
-    assert (
-        "Refused node 8 (client 2): Expected node 8 to be client 1, as its key has been, but it says 2." in caplog.text
-    )
-    assert rounds[0]["dropped"] == {} and set(rounds[-1]["upload_bytes"]) == {"0"}
 
 
 @pytest.mark.seconds

@@ -28,9 +28,10 @@ from flwr.clientapp import ClientApp
 sys.path.append(str(Path(__file__).parent))
 
 from lightning_fcl.deployment.answers import BOUND
-from lightning_fcl.deployment.decoding import opened
-from lightning_fcl.deployment.flower import client_app, sealed_of
-from lightning_fcl.deployment.parcel import Parcel
+from lightning_fcl.deployment.messages import opened
+from lightning_fcl.deployment.flower import client_app
+from lightning_fcl.deployment.link import sealed_of
+from lightning_fcl.deployment.messages import Parcel
 
 import lies
 
@@ -79,8 +80,7 @@ def test_each_kind_of_lie_over_a_superlink_is_named_and_changes_nothing(rehearsa
     at.hasten(10)
     at.link()
     for client in one.clients:
-        at.supernode(client, one.config(client))
-    at.executors(one.clients)
+        at.node(client, one.config(client))
     at.run(app, **one.settings(), clients_at_least=2)
     at.wait_for(one.ended, seconds=900)
     assert one.holds(honest.model)

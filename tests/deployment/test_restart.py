@@ -52,6 +52,7 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
 
 @pytest.mark.seconds
 def test_a_key_is_the_client_that_it_was_also_when_the_server_has_been_started_again(rehearsal, wire, caplog):
+    """And where keys are registered a client that has had one keeps it: another key may not be that client."""
     one = rehearsal()
     one.simulate()
 
@@ -63,8 +64,11 @@ def test_a_key_is_the_client_that_it_was_also_when_the_server_has_been_started_a
 
     with pytest.raises(LostError):
         one.serve(Lost([one.node(client) for client in one.clients]), clients_at_least=3)
-    rounds = rounds_of(one.serve(wire([one.node("0"), one.node("2")]), clients_at_least=1))
+    link = wire([one.node("0"), one.node("2")])
+    link.reached[11] = one.node("1")  # with a key that has been nobody's
+    rounds = rounds_of(one.serve(link, clients_at_least=1, registered_keys=True))
     assert "Expected node 8 to be client 1, as its key has been, but it says 2." in caplog.text
+    assert "Expected node 11 to have the key that client 1 has had in this run but it has another." in caplog.text
     assert rounds[-1]["upload_bytes"].keys() == {"0"}
 
 

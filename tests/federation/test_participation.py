@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.record import RoundRecord
+from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.swarm import Swarm
 
 

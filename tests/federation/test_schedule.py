@@ -5,8 +5,7 @@ import pytest
 
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.federation.fedbuff import FedBuff
-from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.schedule import Deadline, Deployment
+from lightning_fcl.federation.schedule import Deadline, Deployment, Participation
 from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.federation.swarm import Swarm
 

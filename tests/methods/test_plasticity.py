@@ -16,7 +16,7 @@ from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.compression import TopK
-from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.schedule import Participation
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
 

@@ -16,8 +16,8 @@ from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLw
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.robust import Krum
+from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.models import MLP
 
 

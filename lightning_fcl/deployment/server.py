@@ -1,13 +1,15 @@
-"""The rounds of a server whose clients train on nodes."""
+"""The server of a deployment: `lightning-fcl fit` of the recipe, whose rounds come from nodes."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -17,25 +19,29 @@ from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import MOST, Limits, Upload, by_normal, upload_of
-from lightning_fcl.deployment.decoding import Sealed
-from lightning_fcl.deployment.gathering import Gathering
-from lightning_fcl.deployment.link import Link, Members
+from lightning_fcl.deployment.answers import MOST, Limits, by_normal, upload_of
+from lightning_fcl.deployment.members import Gathering, Members
+from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, Sealed, digest
 from lightning_fcl.deployment.outline import outline_of
-from lightning_fcl.deployment.parcel import BYTES, MODEL, SERVER, Parcel, RefusedError, digest
+from lightning_fcl.deployment.own_data import read_data, take_server_data
+from lightning_fcl.deployment.recipe import fingerprint, read_recipe
 from lightning_fcl.errors import above, at_least
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.record import RoundRecord
-from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.running.fit import FederatedCLI, run
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.progress import count_steps
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.simulated import aggregate
 from lightning_fcl.simulation.strategy import FederatedStrategy
+
+if TYPE_CHECKING:
+    from lightning_fcl.deployment.link import GridLink
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +60,8 @@ class Terms:
         most_samples: Samples that a client counts as in a round at most; 0: as many as it said when it joined.
         largest_update: How far a client may move the model, and a round the server: so many times the larger of the
             norm of the server's entries that are averaged and 1.
+        registered_keys: Whether the SuperLink lets registered keys in alone: the first key that has a client's name
+            then keeps it. Flower gives a SuperNode without one a new key at each start.
     """
 
     clients_at_least: int = 1
@@ -62,6 +70,7 @@ class Terms:
     message_bytes: int = BYTES
     most_samples: int = 0
     largest_update: float = 1000.0
+    registered_keys: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, clients_at_least=self.clients_at_least, message_bytes=self.message_bytes)
@@ -97,17 +106,16 @@ class Nodes:
         terms: How the server deals with them.
     """
 
-    def __init__(self, link: Link, recipe: str, terms: Terms) -> None:
+    def __init__(self, link: GridLink, recipe: str, terms: Terms) -> None:
         self.link, self.recipe, self.terms = link, recipe, terms
         self.identity = Identity()
-        self.members = Members(link, recipe, terms.join_seconds, self.identity.claimed)
+        self.members = Members(link, recipe, terms.join_seconds, self.identity.claimed, terms.registered_keys)
 
     def round(self, federation: Federation) -> Round:
         """The round at hand; its only batch is None, which comes when the nodes have trained."""
         return Round(federation, (), self._run)
 
     def _run(self, round: Round) -> Generator[None, None, None]:
-        """All that a server does in a round that has begun: uploads come in, and it is finished."""
         skipped = self._upload(round)
         count_steps(round.federation.module.trainer, 1)
         yield None
@@ -118,7 +126,8 @@ class Nodes:
         federation, server, plan = round.federation, round.federation.server, round.federation.stream.plan
         self.members.names = by_normal(plan.clients)
         drawn, skipped = federation.participation.draw(plan, round.number)
-        held, needed = _held(server), min(self.terms.clients_at_least, len(drawn))
+        # The entries from which clients start and which do not travel.
+        held = {n: v for n, v in server.state.items() if not (server.reductions[n].down or server.reductions[n].up)}
         self.members.begin_round({**self._head(round), "kind": "hello", "held": sorted(held)}, digest(held))
 
         def take(client: str, answer: Sealed, sent: Mapping[str, Any]) -> bool:
@@ -126,12 +135,10 @@ class Nodes:
                 _drop(round, client, "a second answer, which does not count")
                 return True
             try:
-                upload = self._read(server, client, answer, sent, len(drawn))
+                return self._take(round, client, answer, sent, len(drawn), skipped)
             except RefusedError as error:
                 _drop(round, client, str(error))
                 return False
-            skipped.extend([client] * (upload.samples == 0))
-            return upload.samples == 0 or _add(round, client, upload)
 
         gathering = Gathering(
             self.link,
@@ -141,17 +148,19 @@ class Nodes:
             lambda client, node: self._sent_to(round, client, node, held),
             take,
         )
+        needed = min(self.terms.clients_at_least, len(drawn))
         for client, why in gathering.run(drawn, needed).items():
             _drop(round, client, why)
-        self._say_limits(server.record, [client for client in drawn if client in self.members.samples])
+        self._record_limits(server.record, drawn)
         server.record.claims = self.members.claims
-        fewer = f"Expected uploads of at least {needed} clients in round {round.number} but got {gathering.counted} ("
+        counted = len(gathering.counted)
+        fewer = f"Expected uploads of at least {needed} clients in round {round.number} but got {counted} ("
         fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
         if not gathering.enough:
             raise RuntimeError(
                 f"{fewer}). Start the server again when they are there: it goes on from its newest checkpoint."
             )
-        if gathering.counted < needed:
+        if counted < needed:
             log.warning("%s). It goes on with these.", fewer)
         return skipped
 
@@ -173,57 +182,55 @@ class Nodes:
         down = {n: v for n, v in server.state.items() if server.reductions[n].down and n not in server.extra}
         model = down if node in self.members.alike else down | held
         state = {f"{MODEL}{n}": v for n, v in model.items()} | {f"{SERVER}{n}": v for n, v in server.extra.items()}
-        parcel = Parcel({**self._head(round), "kind": "train", "outline": outline.plain()}, state)
+        parcel = Parcel({**self._head(round), "kind": "train", "outline": asdict(outline)}, state)
         server.record.download(client, parcel.nbytes)
         return parcel
 
-    def _read(
-        self, server: FederatedServer, client: str, answer: Sealed, sent: Mapping[str, Any], asked: int
-    ) -> Upload:
-        """A client's answer to what was sent, one of so many."""
+    def _take(
+        self, round: Round, client: str, answer: Sealed, sent: Mapping[str, Any], asked: int, skipped: list[str]
+    ) -> bool:
+        """Add up the answer of a client, one of so many, to what was sent; whether it counts: its numbers are finite.
+
+        Args:
+            skipped: Gets the client if it has no data.
+        """
+        server, module = round.federation.server, round.federation.module
         terms, most = self.terms, self.terms.most_samples or self.members.samples[client]
         rehearsed = most if server.client_weights == "trained" else MOST
         known = {name: value for name, value in server.state.items() if server.reductions[name].up}
         limits = Limits(terms.message_bytes, most, rehearsed, terms.largest_update, asked)
-        return upload_of(answer, sent, client, known, server.reductions, limits)
+        upload = upload_of(answer, sent, client, known, server.reductions, limits)
+        if upload.samples == 0:
+            skipped.append(client)
+            return True
+        part = ClientRounds(
+            round.number,
+            [client],
+            np.array([upload.samples]),
+            lambda name: round.federation.stream.client_round(name, round.number),
+            np.array([upload.rehearsed]),
+        )
+        (taken,) = server.upload(part, {name: value[None].to(module.device) for name, value in upload.state.items()})
+        if taken:
+            server.record.upload_bytes[client] = upload.nbytes
+            server.record.diverged += [client] * upload.diverged
+        return taken
 
-    def _say_limits(self, record: RoundRecord, clients: Collection[str]) -> None:
+    def _record_limits(self, record: RoundRecord, clients: Sequence[str]) -> None:
         """Record what uploads may be, and name whoever says that it has far more samples than others."""
-        said, most = {client: self.members.samples[client] for client in clients}, self.terms.most_samples
-        usual = _FAR_MORE * median_low(said.values() or [0])
-        for client in [client for client, samples in said.items() if samples > usual and not most]:
-            log.warning(
-                "Client %s says that it has %d samples, more than %d times as many as others: it may count as so many. "
-                "Set `most-samples` of the run's configuration if it has not.",
-                client,
-                said[client],
-                _FAR_MORE,
-            )
-        largest = most or max(said.values(), default=0)
+        samples = {client: self.members.samples[client] for client in clients if client in self.members.samples}
+        usual = _FAR_MORE * median_low(samples.values() or [0])
+        for client, number in samples.items():
+            if number > usual and not self.terms.most_samples:
+                log.warning(
+                    "Client %s says that it has %d samples, more than %d times as many as others: it may count as so "
+                    "many. Set `most-samples` of the run's configuration if it has not.",
+                    client,
+                    number,
+                    _FAR_MORE,
+                )
+        largest = self.terms.most_samples or max(samples.values(), default=0)
         record.limits = {"most_samples": largest, "largest_update": self.terms.largest_update}
-
-
-def _held(server: FederatedServer) -> State:
-    """The entries from which clients start and which do not travel."""
-    known = server.reductions
-    return {name: value for name, value in server.state.items() if not (known[name].down or known[name].up)}
-
-
-def _add(round: Round, client: str, upload: Upload) -> bool:
-    """Add up a client's upload; whether its numbers are finite."""
-    server, module = round.federation.server, round.federation.module
-    part = ClientRounds(
-        round.number,
-        [client],
-        np.array([upload.samples]),
-        lambda name: round.federation.stream.client_round(name, round.number),
-        np.array([upload.rehearsed]),
-    )
-    (taken,) = server.upload(part, {name: value[None].to(module.device) for name, value in upload.state.items()})
-    if taken:
-        server.record.upload_bytes[client] = upload.nbytes
-        server.record.diverged += [client] * upload.diverged
-    return taken
 
 
 def _drop(round: Round, client: str, why: str) -> None:
@@ -241,22 +248,13 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_deployable(participation: Participation, methods: Sequence[Declaration]) -> None:
-    """Refuse what can only be simulated.
-
-    Args:
-        participation: Who takes part.
-        methods: The methods.
-    """
-    if participation.swarm is not None:
-        raise ValueError(
-            "Expected no `swarm` in a deployment, where there is a server, and nodes are out of reach by themselves, "
-            f"but got {participation.swarm.hparams()}. Leave it out."
-        )
-    if participation.schedule is not None:
-        raise ValueError(
-            f"Expected no `schedule` in a deployment, whose nodes have clocks of their own, but got "
-            f"{type(participation.schedule).__name__}. Leave it out; `round_seconds` ends a round."
-        )
+    """Refuse what can only be simulated."""
+    for name, given, why in (
+        ("swarm", participation.swarm, "where there is a server, and nodes are out of reach by themselves"),
+        ("schedule", participation.schedule, "whose nodes have clocks of their own, and `round-seconds` ends a round"),
+    ):
+        if given is not None:
+            raise ValueError(f"Expected no `{name}` in a deployment, {why}, but got {given.hparams()}. Leave it out.")
     for method in methods:
         if isinstance(method, ListensToRounds) or (method.ends_undrawn and participation.clients != 1.0):
             raise ValueError(
@@ -265,9 +263,51 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
             )
 
 
-def deploy(trainer: L.Trainer, strategy: FederatedStrategy, nodes: Nodes) -> None:
+def serve(
+    recipe: Path, link: GridLink, out: Path, terms: Terms, data: str | None = None, clients: Sequence[str] = ()
+) -> FederatedCLI:
+    """Run a deployment's server to its end, from the newest checkpoint in its folder, if there is one.
+
+    Args:
+        data: What it tests on: see `read_data`; None: the recipe's own data, of which clients' samples are not used.
+    """
+    if data is not None and not clients:
+        raise ValueError(
+            "Expected the names of the `clients` beside `data` of the server, which do not tell them, but got none. "
+            'Set both in the run\'s configuration: clients="a,b,c".'
+        )
+
+    class Served(FederatedCLI):
+        """A fit whose clients are nodes."""
+
+        program = "lightning-fcl"
+
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            return {"fit": FederatedCLI.subcommands()["fit"]}
+
+        def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+            trainer = super().instantiate_trainer(**kwargs)
+            _deploy(trainer, Nodes(link, fingerprint(read_recipe(recipe)), terms))
+            return trainer
+
+        def fit(self, model: L.LightningModule, **arguments: Any) -> None:
+            if data is not None:
+                take_server_data(self.datamodule, read_data(data), clients)
+            super().fit(model, **arguments)
+
+    warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train
+    words = ["fit", "--config", str(recipe), "--out", str(out), "--trainer.enable_progress_bar", "false"]
+    if (newest := newest_checkpoint(out / "checkpoints")) is not None:
+        log.info("Goes on from %s.", newest)
+        words += ["--ckpt_path", str(newest)]
+    return run(words, Served)
+
+
+def _deploy(trainer: L.Trainer, nodes: Nodes) -> None:
     """Let the clients of a Trainer's strategy be nodes."""
-    callbacks = callbacks_of(trainer)
+    strategy, callbacks = trainer.strategy, callbacks_of(trainer)
+    assert isinstance(strategy, FederatedStrategy)
     check_deployable(strategy.federation.participation, methods_of(trainer))
     for callback in callbacks:
         if isinstance(callback, ContinualMetrics):
