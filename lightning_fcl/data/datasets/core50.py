@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import numbered
+from lightning_fcl.data.datasets.files import check_flag, numbered
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
 from lightning_fcl.hub.source import Layout, Source
 
@@ -57,19 +57,14 @@ def load(
     of single frames, drawn at random, measures little more than memory.
 
     Args:
-        size: Height and width in pixels; other sizes than the files' are made by Pillow's antialiased bicubic filter.
-            All 164866 frames of 128 x 128 take 8 GB and some minutes to read.
+        size: Height and width in pixels; all 164866 frames of 128 x 128 take 8 GB and some minutes to read.
+        normalize: See `lightning_fcl.data.datasets.images.photographs`.
         by_session: Whether an object is another class in every session: 550 classes, session by session, so that
             blocks of 50 are the sessions. That is how this project reads the 11 tasks of 50 classes of Zuo et al.
             2024. There is no official test set then, as its sessions would have no training images.
-
-    Returns:
-        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` the 50 objects, or the objects
-        of each session; `group` the session, 1 to 11; `official_test` sessions 3, 7 and 10.
     """
     check_photographs(size, normalize)
-    if type(by_session) is not bool:
-        raise ValueError(f"Expected `by_session` to be True or False but got {by_session!r}. Choose one of these.")
+    check_flag(by_session=by_session)
     folder = SOURCE.find(root)[1]
     frames = _frames(folder)
     paths = [path for own in frames.values() for path in own]

@@ -14,7 +14,6 @@ from lightning_fcl.data.datasets import cifar100
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs
 from lightning_fcl.errors import one_of
-from lightning_fcl.hub.reading import ensure, reading
 
 SOURCE = replace(
     cifar100.SOURCE,
@@ -52,26 +51,18 @@ def load(
     al. 2024, take ``part="all"``: each class has CIFAR-100's own training and test images. Consecutive blocks of ten
     classes are then two superclasses each.
 
-    Args:
-        size: See `lightning_fcl.data.datasets.cifar100.load`.
-        part: ``"all"`` classes, or those of one part: 60 to ``"train"``, 20 for ``"validation"``, 20 to ``"test"``.
-
-    Returns:
-        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` superclass by superclass;
-        `official_test` that of CIFAR-100. The complete set has n = 60000.
+    ``part`` is ``"all"`` classes, or those of one part: 60 to ``"train"``, 20 for ``"validation"``, 20 to ``"test"``;
+    ``size`` and ``normalize`` are those of `lightning_fcl.data.datasets.cifar100.load`.
     """
     check_photographs(size, normalize)
     one_of(("all", *SUPERCLASSES), part=part)
-    folder = SOURCE.find(root)[1]
-    data, coarse, names = cifar100.read(folder, size)
+    pixels, labels, names, test = cifar100.read(SOURCE.find(root)[1], size)
     wanted = [name for key, group in SUPERCLASSES.items() if part in ("all", key) for name in group]
-    with reading(folder / "meta", "to name each superclass of CIFAR-100, with classes of its own", SOURCE.remedy):
-        order = [label for name in wanted for label in np.unique(data.y[coarse == names.index(name)]).tolist()]
-        ensure(len(order) == len(set(order)), "classes of two superclasses")
-    place = np.full(len(data.classes), -1)
+    coarse = [names["coarse"].index(name) for name in wanted]
+    order = [label for number in coarse for label in np.unique(labels["fine"][labels["coarse"] == number]).tolist()]
+    place = np.full(len(names["fine"]), -1)
     place[order] = np.arange(len(order))
-    y = place[data.y]
+    y = place[labels["fine"]]
     kept = slice(None) if part == "all" else y >= 0
-    assert data.official_test is not None
-    classes = [data.classes[label] for label in order]
-    return photographs(data.x[kept], y[kept], classes, normalize, data.official_test[kept])
+    classes = [names["fine"][label] for label in order]
+    return photographs(pixels[kept], y[kept], classes, normalize, test[kept])

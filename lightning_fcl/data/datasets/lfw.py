@@ -70,8 +70,7 @@ def load(
             Pillow's antialiased bicubic filter, so another aspect ratio than 4:3 distorts the faces.
 
     Returns:
-        `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order, as in ``Tony_Blair``.
-        With 35 faces n = 2053 of 24 people.
+        `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order.
     """
     check_faces(size, normalize)
     check_whole("`min_faces`", min_faces, f"{_NPZ_FACES}")

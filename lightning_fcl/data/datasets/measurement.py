@@ -1,5 +1,7 @@
 """How samples were measured, and what makes of a device's own values what networks take."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -10,6 +12,8 @@ from numpy.typing import NDArray
 from lightning_fcl.errors import one_of
 
 Reach = Literal["data", "sample", "person"]
+Sensor = tuple[str, str, float, float]
+"""What a channel measures: its name, its unit, and the least and the largest value that it can have."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,21 @@ class Measurement:
             raise ValueError(
                 f'Expected `mean` and `std`, above 0, with `scaled_over="data"` but got {self.mean} and {self.std}.'
             )
+
+    @classmethod
+    def of_sensors(
+        cls,
+        sensors: Sequence[Sensor],
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        rate: float | None = None,
+        scaled_over: Reach = "data",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> Measurement:
+        channels, units, low, high = zip(*sensors, strict=True)
+        scale = (None if values is None else tuple(values) for values in (mean, std))
+        return cls(shape, axes, channels, units, rate, low, high, scaled_over, *scale)
 
     def prepare(self, x: Any, rate: float | None = None, units: Sequence[str] | None = None) -> NDArray[np.float32]:
         """Samples as networks take them, shape (n, ...), from a device's own values.

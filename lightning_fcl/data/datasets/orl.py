@@ -53,7 +53,6 @@ def load(
 
     Returns:
         `x` of shape (n, 1, height, width), person by person; `classes` the original folders ``s1``, ``s2`` and so on.
-        The complete set has n = 400 of 40 people.
     """
     check_faces(_SHAPE if size is None else size, normalize)
     layout, path = SOURCE.find(root)
@@ -63,17 +62,14 @@ def load(
     else:
         pixels, number = _from_folders(path)
     people, y = np.unique(number, return_inverse=True)
-    images = pixels if size is None else [_middle(image, size) for image in pixels]
-    return faces(images, y, [f"s{person}" for person in people], size, normalize)
-
-
-def _middle(image: NDArray[np.uint8], size: Sequence[int]) -> NDArray[np.uint8]:
-    """The largest middle part of a size's aspect ratio; of an odd number of lines, one more is cut off at the end."""
-    height, width = image.shape
-    scale = min(height / size[0], width / size[1])
-    kept = [max(1, round(scale * wanted)) for wanted in size]
-    top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
-    return image[top : top + kept[0], left : left + kept[1]]
+    if size is None:
+        return faces(pixels, y, [f"s{person}" for person in people], None, normalize)
+    # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
+    scale = min(_SHAPE[0] / size[0], _SHAPE[1] / size[1])
+    height, width = (max(1, round(scale * wanted)) for wanted in size)
+    top, left = (_SHAPE[0] - height) // 2, (_SHAPE[1] - width) // 2
+    middle = pixels[:, top : top + height, left : left + width]
+    return faces(middle, y, [f"s{person}" for person in people], size, normalize)
 
 
 def _from_folders(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

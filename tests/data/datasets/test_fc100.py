@@ -1,7 +1,5 @@
 """FC100 is CIFAR-100 with its classes in the order of TADAM's split."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -38,23 +36,6 @@ def test_a_part(tmp_path, cifar, part, number, put):
     assert (data.y + first).tolist() == whole.y[kept].tolist()
     assert data.official_test.tolist() == whole.official_test[kept].tolist()
     assert np.bincount(data.y).tolist() == [3] * number
-
-
-def test_a_superclass_that_is_called_otherwise(tmp_path, cifar, put):
-    names = ["seaweed" if name == "fish" else name for name in cifar.superclasses]
-    meta = {**cifar.contents["meta"], "coarse_label_names": names}
-    cifar.put(tmp_path, {**cifar.contents, "meta": meta})
-    message = f"Expected {tmp_path / 'meta'} to name each superclass of CIFAR-100, with classes of its own but got: "
-    with pytest.raises(ValueError, match=re.escape(message)):
-        fc100.load(tmp_path)
-
-
-def test_a_class_of_two_superclasses(tmp_path, cifar, put):
-    train = {**cifar.contents["train"], "coarse_labels": [1, *cifar.contents["train"]["coarse_labels"][1:]]}
-    assert train["coarse_labels"] != cifar.contents["train"]["coarse_labels"]
-    cifar.put(tmp_path, {**cifar.contents, "train": train})
-    with pytest.raises(ValueError, match="with classes of its own but got: classes of two superclasses"):
-        fc100.load(tmp_path)
 
 
 def test_it_is_found_and_fetched_as_cifar100(tmp_path, cifar, put):

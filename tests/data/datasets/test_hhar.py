@@ -200,9 +200,9 @@ OPTIONS = {
     "chunk": ({"chunk": 0}, "Expected `chunk`, the time steps, to be a whole number of at least 1 but got 0."),
     "rate": ({"rate": 0}, "Expected `rate` to be above 0 and at most 1000 Hz but got 0."),
     "rate nan": ({"rate": float("nan")}, "Expected `rate` to be above 0 and at most 1000 Hz but got nan."),
-    "devices": ({"devices": ["s4"]}, "Expected `devices` to be different models among nexus4, s3,"),
-    "devices twice": ({"devices": ["s3", "s3"]}, "Expected `devices` to be different models among"),
-    "devices text": ({"devices": "s3"}, "Expected `devices` to be different models among"),
+    "devices": ({"devices": ["s4"]}, "Expected `devices` to be different names among nexus4, s3,"),
+    "devices twice": ({"devices": ["s3", "s3"]}, "Expected `devices` to be different names among"),
+    "devices text": ({"devices": "s3"}, "Expected `devices` to be different names among"),
     "chunk long": ({"chunk": 502}, "Expected `chunk` to be at most 501, the time steps of the longest stretch"),
     "none there": ({"devices": ["s3"]}, "check that the files hold s3."),
 }

@@ -206,7 +206,7 @@ NPZ_DAMAGES = {
         {"X_val": np.zeros((0, 32, 32, 3), np.uint8), "y_val": np.zeros(0, int)},
         "to hold uint8 images but got 0 of uint8.",
     ),
-    "a label too many": ({"y_val": np.array([0, 3, 1])}, "to be between 0 and 2 but got 3 in sample 1."),
+    "a label too many": ({"y_val": np.array([0, 3, 1])}, "to be between 0 and 2 but got 3 in sample 7."),
 }
 
 
