@@ -66,7 +66,7 @@ class ActivationDensity(Callback):
 
     def _densities(self, trainer: L.Trainer, module: ReservoirTask) -> dict[str, Any]:
         stream = need_stream(trainer)
-        test, names = stream.plan.test, stream.group_names
+        test, names = stream.plan.test, stream.plan.group_names(stream.classes)
         owned = np.zeros(len(test), dtype=np.int64)
         owners: list[str] = []
         if stream.samples.owner is not None:

@@ -56,7 +56,7 @@ class StepTester:
         """Some samples of a stream; ``alike``: all in one group."""
         group = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
         part = "validation" if samples is stream.plan.validation else "test"
-        return cls(stream, samples, group, 1 if alike else len(stream.group_names), part)
+        return cls(stream, samples, group, 1 if alike else len(stream.plan.group_names(stream.classes)), part)
 
     def sizes(self) -> list[int]:
         sizes: list[int] = np.bincount(self.group, minlength=self.groups).tolist()

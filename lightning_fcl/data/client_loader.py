@@ -51,7 +51,7 @@ class ClientLoader:
         rows = stream.plan.train[round][client]
         batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
         plan = plan_batches(len(rows), 1, batching, order_keys(stream.seed, [client], round))
-        if not stream.draws:
+        if not stream.samples.draws:
             yield from batches(stream.take(rows), [torch.from_numpy(chosen) for chosen in plan])
             return
         requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(plan))

@@ -67,16 +67,20 @@ class Arrays:
                     f"Expected `{name}` to have shape ({len(self.x)},), one entry per sample of `x`, but got "
                     f"{column.shape}. Read both from the same files."
                 )
-        if self.official_test is not None:
-            _require_dtype("official_test", self.official_test, np.bool_)
-        for name in ("client", "group"):
-            owner = columns[name]
-            if owner is not None and owner.dtype.kind not in "iuU":
+            if name in ("client", "group") and column is not None and column.dtype.kind not in "iuU":
                 raise ValueError(
-                    f"Expected `{name}` to hold integers or strings but got dtype {owner.dtype}. "
+                    f"Expected `{name}` to hold integers or strings but got dtype {column.dtype}. "
                     f"Convert it, for example with `{name}.astype(str)`."
                 )
-        _require_labels(self.y, self.classes)
+        if self.official_test is not None:
+            _require_dtype("official_test", self.official_test, np.bool_)
+        wrong = np.flatnonzero((self.y < 0) | (self.y >= len(self.classes)))
+        if wrong.size:
+            raise ValueError(
+                f"Expected `y` to be between 0 and {len(self.classes) - 1}, a label for each of the "
+                f"{len(self.classes)} `classes`, but got {self.y[wrong[0]]} in sample {wrong[0]} (and {wrong.size} "
+                "such labels in all). Number the labels from 0, or name every class."
+            )
         if pixels:
             _require_scale(self.mean, self.std, self.x.shape[1:])
         else:
@@ -94,17 +98,6 @@ def _require_dtype(name: str, values: NDArray[Any], dtype: type[np.generic]) -> 
         raise ValueError(
             f"Expected `{name}` to have dtype {wanted} but got {values.dtype}. Convert it with "
             f"`{name}.astype(np.{wanted})`."
-        )
-
-
-def _require_labels(y: NDArray[np.int64], classes: tuple[str, ...]) -> None:
-    wrong = np.flatnonzero((y < 0) | (y >= len(classes)))
-    if wrong.size:
-        first = wrong[0]
-        raise ValueError(
-            f"Expected `y` to be between 0 and {len(classes) - 1}, a label for each of the {len(classes)} `classes`, "
-            f"but got {y[first]} in sample {first} (and {wrong.size} such labels in all). "
-            "Number the labels from 0, or name every class."
         )
 
 

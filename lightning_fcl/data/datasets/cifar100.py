@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, stacked
-from lightning_fcl.data.datasets.pickles import array_of, read_pickle
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, resize_all
+from lightning_fcl.data.datasets.pickles import pickled_array, read_pickle
 from lightning_fcl.hub.reading import ensure, reading
 from lightning_fcl.hub.source import Layout, Source
 
@@ -51,22 +51,22 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
     60000 images, shape (n, 3, size, size).
     """
     check_photographs(size, normalize)
-    pixels, labels, names, test = read(SOURCE.find(root)[1], size)
+    pixels, labels, names, test = read_images(SOURCE.find(root)[1], size)
     return photographs(pixels, labels["fine"], names["fine"], normalize, test)
 
 
-def read(
+def read_images(
     folder: Path, size: int
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.int64]], dict[str, tuple[str, ...]], NDArray[np.bool_]]:
     """The images; their fine and coarse labels; the names of these; and which are tests."""
     meta, *parts = (_content(folder / name) for name in MD5)
     # A row of the file holds all of red, then green, then blue.
-    pixels = np.concatenate([array_of(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
+    pixels = np.concatenate([pickled_array(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
     labels = {kind: np.concatenate([part[f"{kind}_labels"] for part in parts]) for kind in ("fine", "coarse")}
     names = {kind: tuple(meta[f"{kind}_label_names"]) for kind in ("fine", "coarse")}
     test = np.repeat([False, True], [len(part["fine_labels"]) for part in parts])
     if size != 32:
-        pixels = stacked((image.transpose(1, 2, 0) for image in pixels), len(pixels), size)
+        pixels = resize_all((image.transpose(1, 2, 0) for image in pixels), len(pixels), size)
     return pixels, labels, names, test
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import check_flag, numbered
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
+from lightning_fcl.data.datasets.files import check_flag, numbered_paths
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all
 from lightning_fcl.hub.source import Layout, Source
 
 _FOLDERS = {"core50_128x128": 128, "core50_32x32": 32}
@@ -70,7 +70,7 @@ def load(
     paths = [path for own in frames.values() for path in own]
     session, thing = np.repeat(list(frames), [len(own) for own in frames.values()], axis=0).T
     side = _FOLDERS[folder.name]
-    pixels = stacked((read_image(path, "PNG", "RGB", (side, side)) for path in paths), len(paths), size)
+    pixels = resize_all((read_image(path, "PNG", "RGB", (side, side)) for path in paths), len(paths), size)
     sessions, things = np.unique(session), np.unique(thing)
     y, names = np.searchsorted(things, thing), [_OBJECTS[number - 1] for number in things]
     if by_session:
@@ -85,7 +85,7 @@ def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:
     for session in range(1, _SESSIONS + 1):
         for thing in range(1, len(_OBJECTS) + 1):
             pattern = rf"C_{session:02d}_{thing:02d}_(\d{{3}})\.png"
-            if frames := numbered(folder / f"s{session}" / f"o{thing}", pattern):
+            if frames := numbered_paths(folder / f"s{session}" / f"o{thing}", pattern):
                 found[session, thing] = frames
     for session, thing in product(*(sorted(set(column)) for column in zip(*found, strict=True))) if found else [(1, 1)]:
         if (session, thing) not in found:

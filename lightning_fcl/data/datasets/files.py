@@ -124,7 +124,7 @@ def read_lines(path: Path, remedy: str) -> list[str]:
     return found
 
 
-def numbered(folder: Path, pattern: str) -> list[Path]:
+def numbered_paths(folder: Path, pattern: str) -> list[Path]:
     """What lies in a folder under names that fit a pattern, in the order of the number that is the pattern's group."""
     found = {path: re.fullmatch(pattern, path.name) for path in folder.glob("*")}
     return [path for _, path in sorted((int(match[1]), path) for path, match in found.items() if match)]

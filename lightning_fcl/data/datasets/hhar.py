@@ -71,6 +71,7 @@ _MEASURED: dict[str, list[Sensor]] = {
 }
 _WINDOW = 128
 _SLIDING = 200
+_RATE = 100.0
 _GAP = 0.5
 
 # Time in ns, xyz and label of one sensor of one device on one person.
@@ -81,25 +82,23 @@ _Owner = tuple[str, str, str]
 def load(
     root: str | Path | None = None,
     chunk: int | None = None,
-    rate: float = 100.0,
     devices: Sequence[str] | None = None,
     features: Literal["raw", "statistics"] = "raw",
     normalize: Scale = "user",
 ) -> Arrays:
     """Load the labelled motion of the devices, cut into chunks that do not overlap.
 
-    Accelerometer and gyroscope of a device are brought to one regular grid by linear interpolation between neighbours
-    by ``Creation_Time``, never across more than half a second nor between two activities. Every chunk lies inside one
-    such stretch. Chunks are ordered by user, then by device, then by time.
+    Accelerometer and gyroscope of a device are brought to one regular grid of 100 Hz by linear interpolation between
+    neighbours by ``Creation_Time``, never across more than half a second nor between two activities. Every chunk lies
+    inside one such stretch. Chunks are ordered by user, then by device, then by time.
 
     Args:
         chunk: Time steps per chunk: 200 in De Caro et al. 2023, 500 in Bacciu et al. 2021. It must divide 128 for
             ``windows.npz``. None is 200, and 128 there.
-        rate: Samples per second after interpolation.
         devices: Models among nexus4, s3, s3mini, samsungold, gear and lgwatch, in the order of the groups; None is
             nexus4, s3, s3mini, lgwatch, those of De Caro et al. 2023.
         features: ``"raw"``: accelerometer xyz, then gyroscope xyz. ``"statistics"``: 32 features, see `statistics`.
-        normalize: How each device of a user is scaled, see `lightning_fcl.data.datasets.series.normalized`; the
+        normalize: How each device of a user is scaled, see `lightning_fcl.data.datasets.series.chunked`; the
             paper's is ``"user"``.
 
     Returns:
@@ -107,8 +106,6 @@ def load(
         `devices`, None for ``windows.npz``.
     """
     check_options(_WINDOW if chunk is None else chunk, normalize)
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate <= 1000:
-        raise ValueError(f"Expected `rate` to be above 0 and at most 1000 Hz but got {rate!r}. Pass, for example, 100.")
     one_of(("raw", "statistics"), features=features)
     models = DEVICES if devices is None else devices
     check_subset("devices", models, _MODELS)
@@ -125,10 +122,10 @@ def load(
     chunk = 200 if chunk is None else chunk
     less = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
     remedy = f"Pass a smaller one, or check that the files hold {', '.join(models)}."
-    recordings = _recordings(path, models, rate, features)
+    recordings = _recordings(path, models, features)
     data = chunked(recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy)
     sensors = [axis for name in _SENSORS for axis in _MEASURED[name]] if features == "raw" else []
-    return replace(data, measurement=measured_series(chunk, normalize, sensors, float(rate)))
+    return replace(data, measurement=measured_series(chunk, normalize, sensors, _RATE))
 
 
 def _from_windows(path: Path, chunk: int) -> Arrays:
@@ -162,7 +159,7 @@ def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.concatenate([kept, magnitude, *(values[newest] for values in reduced)], axis=1).astype(np.float32)
 
 
-def _recordings(folder: Path, models: Sequence[str], rate: float, features: str) -> Iterator[Recording]:
+def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[Recording]:
     """What each device recorded of each user, by user, device and time."""
     kinds = dict.fromkeys(_MODELS[model] for model in models)
     acc, gyro = (
@@ -171,7 +168,7 @@ def _recordings(folder: Path, models: Sequence[str], rate: float, features: str)
     for owner in sorted(acc | gyro, key=lambda owner: (owner[0], models.index(owner[1]), owner[2])):
         user, model, device = owner
         sensors = acc.pop(owner, None), gyro.pop(owner, None)
-        found = _on_one_grid(sensors[0], sensors[1], rate) if sensors[0] and sensors[1] else []
+        found = _on_one_grid(sensors[0], sensors[1]) if sensors[0] and sensors[1] else []
         if features == "statistics":
             found = [(statistics(part), label) for part, label in found]
         yield Recording(user, found, f"user {user} with {device}", models.index(model))
@@ -212,7 +209,7 @@ def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, li
         parts.setdefault(owner, []).append((rows["Creation_Time"].to_numpy(np.int64), xyz, label))
 
 
-def _on_one_grid(acc: _Series, gyro: _Series, rate: float) -> list[tuple[NDArray[np.float32], int]]:
+def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32], int]]:
     """Both sensors on one grid, and the label, for each stretch in which both have the same one."""
     found = []
     runs, others = (stretches(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
@@ -222,7 +219,7 @@ def _on_one_grid(acc: _Series, gyro: _Series, rate: float) -> list[tuple[NDArray
         start, stop = max(acc[0][a], gyro[0][c]), min(acc[0][b - 1], gyro[0][d - 1])
         if start <= stop and acc[2][a] == gyro[2][c]:
             # From 0, as nanoseconds since 1970 do not fit into a float.
-            grid = np.arange(int(np.floor((stop - start) * rate / 1e9)) + 1) / rate
+            grid = np.arange(int(np.floor((stop - start) * _RATE / 1e9)) + 1) / _RATE
             columns = [
                 np.interp(grid, (time[first:last] - start) / 1e9, xyz[first:last, axis])
                 for (time, xyz, _), first, last in ((acc, a, b), (gyro, c, d))

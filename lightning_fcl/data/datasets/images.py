@@ -97,7 +97,7 @@ def faces(
     size: Sequence[int] | None,
     normalize: FaceScale,
 ) -> Arrays:
-    """Grey images of shape (height, width) as a data set, resized as `stacked` does unless ``size`` is None.
+    """Grey images of shape (height, width) as a data set, resized as `resize_all` does unless ``size`` is None.
 
     ``normalize="image"`` gives each image a mean of zero and a variance of one, and a constant image zeros; ``"none"``
     scales 0..255 to 0..1.
@@ -118,7 +118,7 @@ def faces(
     return Arrays(stack, y.astype(np.int64), None, tuple(classes), measurement=measurement)
 
 
-def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
+def resize_all(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
     """Images of shape (height, width, 3) resized by Pillow's antialiased bicubic filter and stacked, channels first."""
     pixels = np.empty((number, 3, size, size), np.uint8)
     for row, image in zip(pixels, images, strict=True):
@@ -126,10 +126,10 @@ def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDAr
     return pixels
 
 
-def stacked_once(
+def resize_all_once(
     files: Sequence[Path], images: Iterable[NDArray[np.uint8]], names: Sequence[str], size: int
 ) -> NDArray[np.uint8]:
-    """`stacked`, of images in files: once resized they lie in the user's cache, until one of the files changes.
+    """`resize_all`, of images in files: once resized they lie in the user's cache, until one of the files changes.
 
     Each image has one of ``names``, by which others of the same files are told apart.
     """
@@ -141,7 +141,7 @@ def stacked_once(
     kept, shape = cache_folder() / "images" / f"{told.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
     if kept.is_file() and kept.stat().st_size == math.prod(shape):
         return np.fromfile(kept, np.uint8).reshape(shape)
-    pixels = stacked(images, len(names), size)
+    pixels = resize_all(images, len(names), size)
     with suppress(OSError):  # the next time it takes as long
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_whole(kept, pixels.tobytes())
@@ -171,7 +171,7 @@ def photographs(
     scale = {name: v.reshape(3, 1, 1).astype(np.float32) for name, v in (("mean", mean), ("std", std))}
     told = {name: values.ravel().tolist() for name, values in scale.items()}
     colours = [(name, "of 255", 0.0, 255.0) for name in ("red", "green", "blue")]
-    measurement = Measurement.of_sensors(colours, pixels.shape[1:], AXES, **told)
+    measurement = Measurement.of_sensors(colours, pixels.shape[1:], AXES, mean=told["mean"], std=told["std"])
     return Arrays(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)
 
 

@@ -76,10 +76,8 @@ class Measurement:
     def prepare(self, x: Any, rate: float | None = None, units: Sequence[str] | None = None) -> NDArray[np.float32]:
         """Samples as networks take them, shape (n, ...), from a device's own values.
 
-        Args:
-            x: One sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person.
-            rate: The time steps per second of ``x``, to compare; None: as here.
-            units: The unit of each channel of ``x``, or the one of all, to compare; None: as here.
+        ``x`` is one sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person. Its
+        ``rate``, in time steps per second, and the ``units`` of its channels, or the one of all, are compared.
         """
         values = np.asarray(x)
         if values.dtype.kind not in "biuf":

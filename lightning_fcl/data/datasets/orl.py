@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
+from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
@@ -60,7 +59,11 @@ def load(
         arrays = read_npz(path, {"X": ("pixels", ("images", *_SHAPE)), "y": ("iu", ("images",))})
         pixels, number = arrays["X"], in_range(arrays["y"], _PEOPLE - 1, f"`y` of {path}") + 1
     else:
-        pixels, number = _from_folders(path)
+        folders = {
+            int(one.name[1:]): numbered_paths(one, r"([1-9]\d?)\.pgm") for one in numbered_paths(path, r"s([1-9]\d?)")
+        }
+        pixels = np.stack([read_image(file, "PPM", "L", _SHAPE) for own in folders.values() for file in own])
+        number = np.repeat(list(folders), [len(own) for own in folders.values()])
     people, y = np.unique(number, return_inverse=True)
     if size is None:
         return faces(pixels, y, [f"s{person}" for person in people], None, normalize)
@@ -70,9 +73,3 @@ def load(
     top, left = (_SHAPE[0] - height) // 2, (_SHAPE[1] - width) // 2
     middle = pixels[:, top : top + height, left : left + width]
     return faces(middle, y, [f"s{person}" for person in people], size, normalize)
-
-
-def _from_folders(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    found = {int(person.name[1:]): numbered(person, r"([1-9]\d?)\.pgm") for person in numbered(folder, r"s([1-9]\d?)")}
-    pixels = [read_image(path, "PPM", "L", _SHAPE) for own in found.values() for path in own]
-    return np.stack(pixels), np.repeat(list(found), [len(own) for own in found.values()])

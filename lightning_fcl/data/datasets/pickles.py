@@ -46,7 +46,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(path: Path, remedy: str = AGAIN) -> Any:
-    """What a pickle holds of numbers, strings, lists, dicts, and of what `array_of` makes arrays.
+    """What a pickle holds of numbers, strings, lists, dicts, and of what `pickled_array` makes arrays.
 
     What the file wants called is never called. Strings of Python 2 are read with Latin-1, which is how NumPy keeps
     bytes.
@@ -65,7 +65,7 @@ def read_pickle(path: Path, remedy: str = AGAIN) -> Any:
             return _Unpickler(content, encoding="latin1").load()
 
 
-def array_of(value: Any) -> NDArray[Any]:
+def pickled_array(value: Any) -> NDArray[Any]:
     """An array of numbers that a pickle holds."""
     if not isinstance(value, _Call) or value.name != "_reconstruct" or not value.state:
         raise ValueError(f"no array but {str(value)[:40]!r}")

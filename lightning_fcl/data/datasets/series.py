@@ -1,4 +1,4 @@
-"""Time series to samples: chunks inside stretches of one label, and z-scores per owner, with or without the future."""
+"""Time series to samples: chunks inside stretches of one label, scaled for each owner."""
 
 import itertools
 import warnings
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import check_whole, read_npz
-from lightning_fcl.data.datasets.measurement import Measurement, Sensor, scaled, z_score
+from lightning_fcl.data.datasets.measurement import Measurement, Sensor, z_score
 from lightning_fcl.errors import one_of
 
-Scale = Literal["user", "causal", "none"]
+Scale = Literal["user", "none"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,11 @@ def chunked(
     longest: str,
     remedy: str = "Pass a smaller one.",
 ) -> Arrays:
-    """Recordings in chunks, shape ``(n, chunk, features)``, each inside one stretch; incomplete rests are dropped."""
+    """Recordings in chunks, shape ``(n, chunk, features)``, each inside one stretch; incomplete rests are dropped.
+
+    ``normalize="user"`` is the z-score of each feature over all chunks of a recording, so every value depends on what
+    comes later, too; a feature that does not vary is only centred. ``"none"`` leaves the units.
+    """
     x: list[NDArray[np.float32]] = []
     y: list[int] = []
     owners: list[tuple[str | int, int | None]] = []
@@ -48,8 +52,9 @@ def chunked(
         if not sum(map(len, cut)):
             warnings.warn(f"There is no chunk of {chunk} steps of {recording.name} in {path}.", stacklevel=3)
             continue
-        x.append(normalized(np.concatenate(cut), normalize))
-        y += [label for (_, label), own in zip(recording.stretches, cut, strict=True) for _ in own]
+        own = np.concatenate(cut)
+        x.append(z_score(own, (0, 1)) if normalize == "user" else own)
+        y += [label for (_, label), chunks in zip(recording.stretches, cut, strict=True) for _ in chunks]
         owners.append((recording.client, recording.group))
     if not x:
         raise ValueError(
@@ -62,8 +67,8 @@ def chunked(
 
 
 def measured_series(chunk: int, normalize: Scale, sensors: Sequence[Sensor], rate: float | None) -> Measurement | None:
-    """What the chunks of some sensors measure; None where that cannot be told for one person's chunks alone."""
-    if not sensors or normalize == "causal":
+    """What the chunks of some sensors measure; None where no sensors are named."""
+    if not sensors:
         return None
     shape, axes = (chunk, len(sensors)), ("time", "channel")
     if normalize == "user":
@@ -101,36 +106,6 @@ def stretches(labels: NDArray[np.int64], gaps: NDArray[np.bool_] | None = None) 
     return [(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start and labels[start] >= 0]
 
 
-def normalized(x: NDArray[np.float32], how: Scale) -> NDArray[np.float32]:
-    """The chunks of one owner in time order, shape ``(n, chunk, features)``, scaled feature by feature.
-
-    ``"user"`` is the z-score over all chunks, so every value depends on the future too. ``"causal"`` scales a chunk
-    with mean and standard deviation of the chunks before it; the first chunk has no past and is scaled with its own.
-    ``"none"`` leaves the units. A feature that does not vary (in ``"causal"``: that has not varied so far) is only
-    centred.
-    """
-    if how == "none" or len(x) == 0:
-        return x
-    if how == "user":
-        return z_score(x, (0, 1))
-    steps = x.shape[1] * np.maximum(np.arange(len(x)), 1)[:, np.newaxis]
-    # Around the owner's first value: sums of squares around zero lose the variance of a feature with a large mean.
-    shifted = x.astype(np.float64) - x[0, 0].astype(np.float64)
-    mean = _before(np.cumsum(shifted.sum(axis=1), axis=0)) / steps
-    variance = _before(np.cumsum(np.square(shifted).sum(axis=1), axis=0)) / steps - np.square(mean)
-    low = _before(np.minimum.accumulate(x.min(axis=1), axis=0))
-    high = _before(np.maximum.accumulate(x.max(axis=1), axis=0))
-    # What rounding leaves of a variance may be zero or negative though the feature varies; its range bounds it below.
-    floor = (high.astype(np.float64) - low) / np.sqrt(2.0 * steps)
-    std = np.where(low == high, 1.0, np.maximum(np.sqrt(np.maximum(variance, 0)), floor))
-    return scaled(x, (mean + x[0, 0])[:, np.newaxis], std[:, np.newaxis])
-
-
-def _before(totals: NDArray[Any]) -> NDArray[Any]:
-    """Shift running totals by one chunk; the first chunk keeps its own."""
-    return np.concatenate([totals[:1], totals[:-1]])
-
-
 def check_options(chunk: int, normalize: str) -> None:
     check_whole("`chunk`, the time steps,", chunk, "32")
-    one_of(("user", "causal", "none"), normalize=normalize)
+    one_of(("user", "none"), normalize=normalize)

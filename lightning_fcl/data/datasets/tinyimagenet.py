@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range, numbered, read_lines, read_npz
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
+from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_lines, read_npz
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.reading import reading
 from lightning_fcl.hub.source import Layout, Source
@@ -62,7 +62,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
 def _from_folder(folder: Path, size: int) -> _Photographs:
     wnids = sorted(set(read_lines(folder / "wnids.txt", SOURCE.remedy)))
     folders = [inside(folder / "train", wnid, "images") for wnid in wnids]
-    train = [numbered(one, r"n\d+_(\d+)\.JPEG") for one in folders]
+    train = [numbered_paths(one, r"n\d+_(\d+)\.JPEG") for one in folders]
     most = max(len(images) for images in train)
     for one, images in zip(folders, train, strict=True):
         if not images or len(images) < most:
@@ -77,7 +77,7 @@ def _from_folder(folder: Path, size: int) -> _Photographs:
         test = [inside(folder / "val" / "images", name) for name, *_ in rows]
         labels = [wnids.index(row[1]) for row in rows]
     paths = [*(path for images in train for path in images), *test]
-    pixels = stacked((read_image(path, "JPEG", "RGB", (64, 64)) for path in paths), len(paths), size)
+    pixels = resize_all((read_image(path, "JPEG", "RGB", (64, 64)) for path in paths), len(paths), size)
     y = np.concatenate([np.repeat(np.arange(len(wnids)), most), labels])
     return pixels, y, np.arange(len(paths)) >= most * len(wnids), first_names(wnids, read_words(folder / "words.txt"))
 
@@ -104,6 +104,6 @@ def _from_npz(path: Path, size: int) -> _Photographs:
     wnids, names = arrays["wnids"].tolist(), arrays["names"].tolist()
     y = np.concatenate([arrays["y_train"], arrays["y_val"]])
     y = in_range(y, len(wnids) - 1, f"labels of {path}", SOURCE.remedy)
-    pixels = stacked((image for part in ("train", "val") for image in arrays[f"X_{part}"]), len(y), size)
+    pixels = resize_all((image for part in ("train", "val") for image in arrays[f"X_{part}"]), len(y), size)
     classes = first_names(wnids, dict(zip(wnids, names, strict=True)))
     return pixels, y, np.arange(len(y)) >= len(arrays["y_train"]), classes

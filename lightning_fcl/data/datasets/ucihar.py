@@ -103,8 +103,8 @@ def load(
     shape, order = (channels, _STEPS), ("channel", "time")
     if time_first:
         x, shape, order = np.ascontiguousarray(x.transpose(0, 2, 1)), shape[::-1], order[::-1]
-    scale = {"mean": mean.tolist(), "std": std.tolist()}
-    return replace(raw, x=x, measurement=Measurement.of_sensors(measured, shape, order, _RATE, **scale))
+    measurement = Measurement.of_sensors(measured, shape, order, _RATE, mean=mean.tolist(), std=std.tolist())
+    return replace(raw, x=x, measurement=measurement)
 
 
 def _from_npz(path: Path, sensors: Sequence[str]) -> Arrays:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import numbered, read_npz
+from lightning_fcl.data.datasets.files import numbered_paths, read_npz
 from lightning_fcl.data.datasets.measurement import Sensor
-from lightning_fcl.data.datasets.pickles import array_of, read_pickle
+from lightning_fcl.data.datasets.pickles import pickled_array, read_pickle
 from lightning_fcl.data.datasets.series import (
     Recording,
     Scale,
@@ -94,7 +94,7 @@ def load(
             pulse is the mean of two samples, the slow signals hold their last value. ``"chest"``: acceleration xyz,
             ECG, EMG, skin conductance, temperature, respiration at 700 Hz, in the pickles only.
         chunk: Time steps per chunk. It must divide 320 for ``windows_10s.npz``.
-        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.series.normalized`; the papers' is
+        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.series.chunked`; the papers' is
             ``"user"``.
 
     Returns:
@@ -124,13 +124,13 @@ def _windows(path: Path, chunk: int) -> Iterator[Recording]:
 
 def _recordings(layout: str, folder: Path, device: str) -> Iterator[Recording]:
     widths = _CHEST if device == "chest" else _WRIST
-    for entry in numbered(folder, r"S(\d{1,3})(?:\.npz)?"):
+    for entry in numbered_paths(folder, r"S(\d{1,3})(?:\.npz)?"):
         path = entry / f"{entry.name}.pkl" if layout == "pickles" else entry
         content = read_pickle(path, SOURCE.remedy) if layout == "pickles" else read_npz(path, _STREAM, SOURCE.remedy)
         with reading(path, f"to hold the {device}'s signals with their labels", SOURCE.remedy):
             if layout == "pickles":
-                signals = {name: array_of(content["signal"][device][name]) for name in widths}
-                label, rate = array_of(content["label"]), 700
+                signals = {name: pickled_array(content["signal"][device][name]) for name in widths}
+                label, rate = pickled_array(content["label"]), 700
             else:
                 signals = {name: content[name.lower()].reshape(-1, width) for name, width in widths.items()}
                 label, rate = content["label32"], 32

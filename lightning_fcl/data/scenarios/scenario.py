@@ -86,6 +86,11 @@ class Plan:
         """
         return self.task_classes[client][experience] if self.task_classes else ()
 
+    def group_names(self, classes: Sequence[str]) -> list[str]:
+        """Names of the test groups: the classes, or the numbers of the domains."""
+        number = int(self.groups.max()) + 1
+        return list(classes) if number == len(classes) else [str(group) for group in range(number)]
+
     @property
     def common_tasks(self) -> tuple[tuple[int, ...], ...]:
         """The classes of each task, if all clients have these in common, by their first label; empty if not."""
@@ -115,11 +120,6 @@ class Plan:
                 said = {id(current): b"".join(chain.from_iterable(parts))}
             digest.update(said[id(current)])
         return digest.hexdigest()[:16]
-
-    @cached_property
-    def samples(self) -> dict[str, int]:
-        """The number of different samples that each client sees in all rounds."""
-        return {client: self.samples_of(client) for client in self.clients}
 
     def samples_of(self, client: str) -> int:
         """The number of different samples that a client sees in all rounds."""
@@ -225,7 +225,7 @@ def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tup
     return tuple(result)
 
 
-def numbered(order: Sequence[int | str], names: Sequence[str], argument: str) -> list[int]:
+def number_order(order: Sequence[int | str], names: Sequence[str], argument: str) -> list[int]:
     """An order of classes or domains by number, where it may name them."""
     if isinstance(order, str):
         raise TypeError(f'Expected `{argument}` to be a list of names or numbers but got "{order}".')
