@@ -311,7 +311,7 @@ def test_seeds(monkeypatch):
         ),
         (
             lambda: FederatedStream(scenario=ClassIncremental(class_order=[*range(10), 10])).setup("fit"),
-            "Expected numbers of `class_order` between 0 and 9 but got 10.",
+            "Expected `class_order` among 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 or their numbers but got 10. Did you mean 1?",
         ),
         (
             lambda: FederatedStream(
@@ -354,7 +354,6 @@ def test_wrong_arguments(make, message):
             "Expected a map-style data set for `data` but got a ndarray. `FederatedStream.from",
         ),
         ({"scenario": ClassIncremental(class_order="ascending")}, "Expected `class_order` to be a list of names or"),
-        ({"scenario": ClassIncremental(class_order=[1.5])}, "Expected `class_order` of names and whole numbers but"),
     ],
 )
 def test_arguments_of_another_kind(options, message):
@@ -377,6 +376,10 @@ def test_arguments_of_another_kind(options, message):
         (
             {"split": Split("official")},
             'Expected `test` to be a fraction but got "official", which digits has not.',
+        ),
+        (
+            {"scenario": ClassIncremental(class_order=[1.5])},
+            "Expected `class_order` among 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 or their numbers but got 1.5.",
         ),
         ({"split": Split(1.0)}, "Expected the fraction of a split to be at least 0 and below 1 but got 1.0."),
         (

@@ -118,14 +118,10 @@ def _require_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: t
         if values is None:
             raise ValueError(f"Expected `mean` and `std` but got no `{name}`. Pass both, or neither.")
         _require_dtype(name, values, np.float32)
-        fits = values.ndim == len(shape) and all(n in (1, size) for n, size in zip(values.shape, shape, strict=True))
-        if not fits:
+        broadcasts = values.ndim == len(shape) and all(n in (1, m) for n, m in zip(values.shape, shape, strict=True))
+        if not broadcasts or not np.isfinite(values).all() or (name == "std" and values.min() <= 0):
             raise ValueError(
-                f"Expected `{name}` to broadcast to a sample, of shape {shape}, but got shape {values.shape}. For a "
-                f"value of each channel of images pass shape ({shape[0] if shape else 1}, 1, 1)."
-            )
-        if not np.isfinite(values).all() or (name == "std" and (values <= 0).any()):
-            wanted, nothing = ("finite", 0) if name == "mean" else ("above 0 and finite", 1)
-            raise ValueError(
-                f"Expected `{name}` to be {wanted} but got {values.ravel().tolist()}. Pass {nothing} for no change."
+                f"Expected `{name}` to be finite{', above 0' if name == 'std' else ''} and of a shape that broadcasts "
+                f"to a sample, {shape}, but got {values.ravel().tolist()} of shape {values.shape}. For a value of each "
+                f"channel of images pass shape ({shape[0] if shape else 1}, 1, 1)."
             )

@@ -65,7 +65,7 @@ class FedViTScenario(Scenario):
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         blocks = _blocks(pool.y[pool.train], self.tasks, self.class_order, pool.classes, seed)
-        self._check_ranges(len(blocks[0]), pool.y[pool.train])
+        self._check_ranges(blocks[0], pool.y[pool.train])
         clients = [str(client) for client in range(self.clients)]
         draws = [
             np.random.default_rng([seed, 5, client]).permutation(self.tasks).tolist() for client in range(self.clients)
@@ -83,28 +83,26 @@ class FedViTScenario(Scenario):
             task_classes={client: tuple(blocks[b] for b in order) for client, order in orders.items()},
         )
 
-    def _check_ranges(self, block: int, y: IntArray) -> None:
-        given, fewest = self.classes_per_client, min(2, block)
-        whole = isinstance(given, list | tuple) and len(given) == 2 and all(type(number) is int for number in given)
-        if not whole or not fewest <= given[0] <= given[1] <= block:
-            raise ValueError(
-                f"Expected `classes_per_client` to be two whole numbers from {fewest} to {block}, fewest and most of "
-                f"the {block} classes of a task, but got {given!r}. Pass, for example, ({fewest}, {min(5, block)})"
-                f"{', or fewer `tasks`' if block < 5 else ''}."
-            )
-        share = self.share
-        pair = isinstance(share, list | tuple) and len(share) == 2 and all(type(s) in (int, float) for s in share)
-        if not pair or not 0 < share[0] <= share[1] <= 1:
-            raise ValueError(
-                f"Expected `share` to be two numbers above 0 and at most 1, smallest and largest, but got {share!r}. "
-                "Pass, for example, (0.05, 0.1)."
-            )
+    def _check_ranges(self, block: tuple[int, ...], y: IntArray) -> None:
+        size = len(block)
+        ranges: dict[str, tuple[type | tuple[type, ...], int, int]] = {
+            "classes_per_client": (int, min(2, size), size),
+            "share": ((int, float), 0, 1),
+        }
+        for name, (kind, low, high) in ranges.items():
+            given = self.classes_per_client if name == "classes_per_client" else self.share
+            pair = isinstance(given, list | tuple) and len(given) == 2 and all(isinstance(one, kind) for one in given)
+            if not pair or not low <= given[0] <= given[1] <= high:
+                raise ValueError(
+                    f"Expected `{name}` to be two {'whole ' if kind is int else ''}numbers from {low} to {high}, the "
+                    f"smaller first, for tasks of {size} classes, but got {given!r}. Change it, or `tasks`."
+                )
         labels, counts = np.unique(y, return_counts=True)
         rarest = int(counts.argmin())
-        if np.rint(share[0] * counts[rarest]) < 1:
+        if np.rint(self.share[0] * counts[rarest]) < 1:
             raise ValueError(
-                f"Expected the smallest `share` to leave a client one sample of every class but got {share[0]} of the "
-                f"{counts[rarest]} training samples of class {labels[rarest]}. Raise `share`."
+                f"Expected the smallest `share` to leave a client one sample of every class but got {self.share[0]} of "
+                f"the {counts[rarest]} training samples of class {labels[rarest]}. Raise `share`."
             )
 
     def _deal(self, blocks: Blocks, pool: Pool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:

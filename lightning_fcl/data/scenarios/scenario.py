@@ -230,11 +230,10 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
     if isinstance(order, str):
         raise TypeError(f'Expected `{argument}` to be a list of names or numbers but got "{order}".')
     for entry in order:
-        if not isinstance(entry, str | int | np.integer):
-            raise TypeError(f"Expected `{argument}` of names and whole numbers but got {entry!r} in it.")
-        if not isinstance(entry, str) and names and not 0 <= entry < len(names):
-            raise ValueError(f"Expected numbers of `{argument}` between 0 and {len(names) - 1} but got {entry}.")
-        if isinstance(entry, str) and entry not in names:
-            known = ", ".join(names) or "numbers, as they have no names"
-            raise ValueError(f"Expected `{argument}` among {known} but got {entry}.{did_you_mean(entry, names)}")
+        is_number = isinstance(entry, int | np.integer) and (not names or 0 <= entry < len(names))
+        if not is_number and entry not in names:
+            known = ", ".join(names) or "whole numbers, as there are no names,"
+            raise ValueError(
+                f"Expected `{argument}` among {known} or their numbers but got {entry}.{did_you_mean(entry, names)}"
+            )
     return [list(names).index(entry) if isinstance(entry, str) else int(entry) for entry in order]
