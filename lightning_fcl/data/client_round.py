@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -14,8 +13,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
-
-    from lightning_fcl.data.stream import FederatedStream
 
 
 @dataclass(frozen=True)
@@ -89,14 +86,6 @@ class ClientRounds(Sequence[ClientRound]):
             np.array([part.samples for part in parts], dtype=np.int64),
             known.__getitem__,
         )
-
-    @classmethod
-    def in_stream(
-        cls, stream: FederatedStream, clients: Sequence[str], round: int, rehearsed: NDArray[np.int64] | None = None
-    ) -> ClientRounds:
-        current = stream.plan.train[round]
-        samples = np.array([len(current[client]) for client in clients], dtype=np.int64)
-        return cls(round, clients, samples, partial(stream.client_round, round=round), rehearsed)
 
     @property
     def trained(self) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,9 @@ class Cohort:
         self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, TakesAlike)
         self._rehearsed = rehearsed_by(federation.methods, federation.client_before)
         epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
-        parts = ClientRounds.in_stream(stream, names, round)
+        samples = np.array([len(stream.plan.train[round][name]) for name in names], dtype=np.int64)
+        part_of = partial(stream.client_round, round=round)
+        parts = ClientRounds(round, names, samples, part_of)
         if isinstance(epochs_in, int):
             epochs = np.full(len(names), epochs_in)
         else:
@@ -55,7 +58,7 @@ class Cohort:
             order = np.argsort(-steps, kind="stable")
             names, epochs, index, lengths = [names[i] for i in order], epochs[order], index[order], lengths[order]
             rehearsed = None if remembered is None else remembered[order]
-            parts = ClientRounds.in_stream(stream, names, round, rehearsed)
+            parts = ClientRounds(round, names, samples[order], part_of, rehearsed)
         self.clients = parts
         self.received: Sequence[State] = ()  # what each has received at the start of the round
         self.step = 0  # of the batch at hand
