@@ -159,8 +159,8 @@ def test_no_list_of_a_data_set_names_an_image_elsewhere(folder, tmp_path):
                 tinyimagenet.load(folder)
             (folder / "train.csv").write_text(f"filename,label\n{name},n01532829\n")
             with pytest.raises(ValueError, match=r"^Expected line 2 of .* to name an image and its class"):
-                miniimagenet.load(folder, part="train")
+                miniimagenet.load(folder)
     (folder / "images" / "a.jpg").symlink_to(tmp_path / "x.png")
     (folder / "train.csv").write_text("filename,label\na.jpg,n01532829\n")
     with pytest.raises(ValueError, match=REFUSED):
-        miniimagenet.load(folder, part="train")
+        miniimagenet.load(folder)

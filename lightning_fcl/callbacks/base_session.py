@@ -85,7 +85,8 @@ class BaseSession(Callback):
         callbacks = callbacks_of(trainer)
         network, stream = self._network(pl_module, callbacks[: callbacks.index(self)]), stream_of(trainer)
         if stream is not None:
-            stream.unmap()  # maps of an earlier fit may be another network's
+            # Maps of an earlier fit may be another network's.
+            stream.samples = stream.samples.unmapped or stream.samples
         if getattr(network, "frozen", False):  # `freeze` marks it so
             return  # of an earlier fit, which this one goes on from
         if stage != "fit" or trainer.ckpt_path is not None:
@@ -143,7 +144,8 @@ class BaseSession(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.latents:
             network: Any = pl_module.model
-            need_stream(trainer).map(network.latent, pl_module.device)
+            stream = need_stream(trainer)
+            stream.samples = stream.samples.mapped(network.latent, pl_module.device)
 
     def _samples(self, stream: FederatedStream) -> tuple[IntArray, int]:
         samples = stream.plan.pretrain if self.pretrain_epochs else stream.plan.pretrain[:0]

@@ -111,7 +111,7 @@ class ContinualMetrics(Callback):
             for e in range(longest)
         ]
         if not self.record or trainer.current_epoch == 0:
-            names, sizes = stream.group_names, self._test.sizes()
+            names, sizes = stream.plan.group_names(stream.classes), self._test.sizes()
             self.record = {"groups": names, "totals": sizes, "tasks": tasks, "rounds": []}
             if isinstance(self._test, StepTester):
                 self.record["measures"] = self._test.measures(pl_module, self.lower_is_better)

@@ -65,7 +65,7 @@ class ActivationDensity(Callback):
         )
         if after == [current] or not isinstance(pl_module, ReservoirTask):
             return
-        test, names = plan.test, stream.group_names
+        test, names = plan.test, plan.group_names(stream.classes)
         owned = np.zeros(len(test), dtype=np.int64)
         owners: list[str] = []
         if stream.samples.owner is not None:

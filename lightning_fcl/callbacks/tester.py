@@ -118,7 +118,8 @@ class Tester:
         """Some samples of a stream; ``alike``: all in one group."""
         part = "validation" if samples is stream.plan.validation else "test"
         groups = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
-        group, number = torch.from_numpy(groups).to(device), 1 if alike else len(stream.group_names)
+        group = torch.from_numpy(groups).to(device)
+        number = 1 if alike else len(stream.plan.group_names(stream.classes))
         if isinstance(stream.samples.x, Dataset):
             return cls(OfDataSet(stream, part, samples, group).held(), number)
         x, y = (values.to(device) for values in stream.samples.stored(samples))
@@ -225,7 +226,7 @@ class StepTester:
         """Some samples of a stream; ``alike``: all in one group."""
         group = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
         part = "validation" if samples is stream.plan.validation else "test"
-        return cls(stream, samples, group, 1 if alike else len(stream.group_names), part)
+        return cls(stream, samples, group, 1 if alike else len(stream.plan.group_names(stream.classes)), part)
 
     def sizes(self) -> list[int]:
         sizes: list[int] = np.bincount(self.group, minlength=self.groups).tolist()

@@ -151,27 +151,14 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 class Alike(NamedTuple):
-    """Batches of some clients that have one shape, stacked.
-
-    Args:
-        rows: The numbers of the clients, shape (clients,).
-        batch: Their batches, nested as they are, every tensor of shape (clients, ...).
-    """
+    """Batches of clients, numbered by ``rows``, that have one shape: stacked, every tensor of shape (clients, ...)."""
 
     rows: Tensor
     batch: Any
 
 
 def alike(each: Sequence[Any]) -> list[Alike]:
-    """The batches of several clients, those of one shape together.
-
-    Raises:
-        ValueError: If they hold anything else than tensors.
-
-    Example:
-        >>> [group.rows.tolist() for group in alike([{"x": torch.ones(3)}, {"x": torch.ones(2)}, {"x": torch.ones(3)}])]
-        [[0, 2], [1]]
-    """
+    """The batches of several clients, those of one shape together: nests of tensors, and of nothing else."""
     rows: dict[Hashable, list[int]] = {}
     for row, batch in enumerate(each):
         rows.setdefault(_shape(batch), []).append(row)

@@ -50,11 +50,7 @@ def modules_of(data: object) -> list[L.LightningDataModule]:
 
 
 def lend_hooks(modules: Sequence[L.LightningDataModule], stream: L.LightningDataModule, prepared: bool = False) -> None:
-    """Let a stream prepare its data, and transfer batches, by the hooks of data modules that override them.
-
-    Raises:
-        ValueError: If batches go through hooks of one of several, as they do not tell whose they are.
-    """
+    """Let a stream prepare its data, and transfer batches, by the hooks of data modules that override them."""
     stream.prepare_data_per_node = all(module.prepare_data_per_node for module in modules)
     hooks = [module.prepare_data for module in modules]
     stream.prepare_data = partial(_once, [True] * prepared, hooks)  # type: ignore[method-assign]
@@ -89,7 +85,7 @@ def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
         return hook(*args)
 
 
-def parts_of(module: L.LightningDataModule, seed: int) -> Parts:
+def take_apart(module: L.LightningDataModule, seed: int) -> Parts:
     there = {part: hook for part, hook in _HOOKS.items() if part == "train" or is_overridden(hook, module)}
     for stage in ("fit", "test") if "test" in there else ("fit",):
         call_seeded(seed, module.setup, stage)
@@ -101,16 +97,12 @@ def parts_of(module: L.LightningDataModule, seed: int) -> Parts:
         if made is not None or part == "train":
             data, loading = call_seeded(seed, _taken_apart, made, f"`{hook}` of {type(module).__name__}")
             parts[part] = data, loading if part == "train" else replace(loading, shuffle=False)
-    refuse_shared(parts, type(module).__name__)
+    refuse_shared({part: data for part, (data, _) in parts.items()}, type(module).__name__)
     return parts
 
 
 def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str, Loading]:
-    """How the data modules of all clients load; empty if there are none.
-
-    Raises:
-        ValueError: If some clients have none, or they say different things of what is ``left_open``.
-    """
+    """How the data modules of all clients load, who agree on what a stream has ``left_open``; empty if none has one."""
     own = {client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()}
     without = [str(client) for client, parts in own.items() if None in parts.values()]
     if without and len(without) < len(own):
@@ -201,9 +193,9 @@ def _origin(data: Dataset[Any]) -> NDArray[np.int64]:
     return np.stack([np.full(size, id(data)), np.arange(size)], axis=1)
 
 
-def refuse_shared(parts: Parts, name: str) -> None:
+def refuse_shared(parts: Mapping[str, Dataset[Any]], name: str) -> None:
     """Refuse samples that two parts share; validation and test samples may all be the same."""
-    origins = {part: np.unique(_origin(data).view("i8,i8")) for part, (data, _) in parts.items()}
+    origins = {part: np.unique(_origin(data).view("i8,i8")) for part, data in parts.items()}
     for (one, first), (other, second) in combinations(origins.items(), 2):
         shared = np.intersect1d(first, second, assume_unique=True)
         if len(shared) and not (one == "validation" and np.array_equal(first, second)):

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_fcl.data.batches import Collate
-from lightning_fcl.data.data_module import Parts, agreed, are_several, parts_of, refuse_shared
+from lightning_fcl.data.data_module import Parts, agreed, are_several, refuse_shared, take_apart
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.samples import PublicData, Samples, name_of, of_public
-from lightning_fcl.data.targets import as_array, labelled, numbered, place_of_target, targets_of
+from lightning_fcl.data.targets import as_array, number_labels, number_targets, place_of_target, targets_of
 from lightning_fcl.errors import refuse_other_lightning
 
 
@@ -42,7 +42,7 @@ Data = str | PublicData | Arrays | Samples | _Own | Mapping[str, _Own] | Sequenc
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 
 
-class Items(Dataset[Any]):
+class SizedItems(Dataset[Any]):
     """What has a length and items but is no data set of torch's, such as the data sets of Hugging Face."""
 
     def __init__(self, data: Any) -> None:
@@ -64,11 +64,7 @@ class Items(Dataset[Any]):
 
 
 def data_set(given: Any, whose: str) -> Dataset[Any]:
-    """What has a length and items, as a data set.
-
-    Raises:
-        TypeError: If it has not, or is an array, whose items say nothing of their targets.
-    """
+    """What has a length and items, as a data set; not arrays, whose items say nothing of their targets."""
     refuse_other_lightning(given)
     whole = isinstance(given, Sized) and not isinstance(given, str | bytes | Mapping | tuple | IterableDataset)
     if hasattr(given, "__array__") or isinstance(given, tuple):
@@ -76,7 +72,7 @@ def data_set(given: Any, whose: str) -> Dataset[Any]:
     elif not whole or not hasattr(given, "__getitem__"):
         remedy = "Keep its items in a list, or in a data set with `__len__` and `__getitem__`."
     else:
-        return given if isinstance(given, Dataset) else Items(given)
+        return given if isinstance(given, Dataset) else SizedItems(given)
     raise TypeError(f"Expected a map-style data set {whose} but got a {type(given).__name__}. {remedy}")
 
 
@@ -101,23 +97,19 @@ def of_anything(
     targets: NDArray[Any] = np.empty(0)
     names: tuple[str, ...] = ()
     if y is not None:
-        targets, names = labelled(y, classes if classes is None else tuple(classes))
+        targets, names = number_targets(y, classes if classes is None else tuple(classes))
     elif isinstance(content, Dataset) and (classes is None or len(classes)):
         given = targets_of(content)
-        targets, names = labelled(given, _names(content) if classes is None else tuple(classes))
-        content = numbered(content, given, targets) if names else content
+        parts = content.datasets if isinstance(content, ConcatDataset) else [content]
+        told = {part.classes if isinstance(part, SizedItems) else None for part in parts}  # as Hugging Face does
+        own = told.pop() if len(told) == 1 else None
+        targets, names = number_targets(given, own if classes is None else tuple(classes))
+        content = number_labels(content, given, targets) if names else content
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
         raise ValueError(f"Expected a target for each of {size} samples but got {len(targets)}. Pass one for each.")
     owner, domain = _column("client", client), _column("group", group)
     Arrays(checked, targets if names else np.zeros(size, dtype=np.int64), owner, names or ("",), None, domain)
     return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
-
-
-def _names(data: Dataset[Any]) -> tuple[str, ...] | None:
-    """The names of the classes that a data set tells, as those of Hugging Face do."""
-    parts = data.datasets if isinstance(data, ConcatDataset) else [data]
-    names = {part.classes if isinstance(part, Items) else None for part in parts}
-    return names.pop() if len(names) == 1 else None
 
 
 def _tensor(x: Any) -> Tensor:
@@ -149,17 +141,11 @@ def _column(name: str, given: Any) -> NDArray[Any] | None:
 def samples_of(
     data: object, classes: Sequence[str] | None = None, seed: int = 0, left_open: Collection[str] = ()
 ) -> Samples:
-    """The samples of whatever a `FederatedStream` takes as its data.
-
-    Args:
-        left_open: Arguments of the stream that the data modules of several clients have to agree on.
-    """
-    if isinstance(data, L.LightningDataModule):
-        return _of_parts({"": parts_of(data, seed)}, classes, ())
+    """The samples of whatever a stream takes as data; data modules of clients agree on what it has ``left_open``."""
     if names_clients(data):
         return _of_clients(data, classes, seed, left_open)
-    if _names_splits(data, "`data`"):
-        return _of_parts({"": _splits(data)}, classes, ())
+    if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
+        return _of_parts({"": _parts_in(data, "for `data`", seed)}, classes, ())
     if not isinstance(data, str | PublicData | Arrays | Samples):
         return of_anything(data_set(data, "for `data`"), classes=classes)
     if classes is not None:
@@ -179,21 +165,10 @@ def _of_clients(
     named = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
     if not named:
         raise ValueError("Expected `data` to have a data set for each client but got none.")
-    parts: dict[str | int, Parts] = {}
-    for client, own in named.items():
-        if isinstance(own, L.LightningDataModule):
-            parts[client] = parts_of(own, seed)
-        elif _names_splits(own, whose := f"for client {client}"):
-            parts[client] = _splits(own)
-        else:
-            parts[client] = {"train": (data_set(own, whose), None)}
+    parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in named.items()}
     samples = _of_parts(parts, classes, left_open)
-    whole: Parts = {
-        part: (ConcatDataset([own[part][0] for own in parts.values() if part in own]), None)
-        for part in dict.fromkeys(_SPLITS.values())
-        if any(part in own for own in parts.values())
-    }
-    refuse_shared(whole, "the clients")
+    pieces = {part: [own[part][0] for own in parts.values() if part in own] for part in _SPLITS.values()}
+    refuse_shared({part: ConcatDataset(found) for part, found in pieces.items() if found}, "the clients")
     numbers = all(isinstance(client, int) for client in parts)
     names = [client if numbers else str(client) for client in parts]
     sizes = [len(ConcatDataset([part for part, _ in own.values()])) for own in parts.values()]
@@ -214,9 +189,13 @@ def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
     return True
 
 
-def _splits(data: Mapping[str, object]) -> Parts:
-    """The parts of data that are named by splits."""
-    return {_SPLITS[name]: (data_set(part, f"for {name}"), None) for name, part in data.items()}
+def _parts_in(data: object, whose: str, seed: int) -> Parts:
+    """The parts of a data module, of splits, or of a data set, which is trained on."""
+    if isinstance(data, L.LightningDataModule):
+        return take_apart(data, seed)
+    if _names_splits(data, whose):
+        return {_SPLITS[name]: (data_set(part, f"for {name}"), None) for name, part in data.items()}
+    return {"train": (data_set(data, whose), None)}
 
 
 def _of_parts(clients: Mapping[Any, Parts], classes: Sequence[str] | None, left_open: Collection[str]) -> Samples:

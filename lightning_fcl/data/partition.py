@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.scenarios import IntArray, views
-from lightning_fcl.errors import check_fields
+from lightning_fcl.errors import argument, between, check_fields
 
 _ATTEMPTS = 1000
 
@@ -94,8 +94,7 @@ class Dirichlet(Partition):
 
     Args:
         clients: Number of clients, at most that of samples.
-        alpha: Concentration, above 0 and at most 1e6: small values give clients few classes, large ones nearly equal
-            shares.
+        alpha: Concentration, from 1e-9 to 1e6: small values give clients few classes, large ones nearly equal shares.
         min_size: Fewest samples that a client may have.
 
     Raises:
@@ -109,16 +108,11 @@ class Dirichlet(Partition):
     """
 
     clients: int = 10
-    alpha: float = 0.5
+    alpha: float = argument(0.5, between, 1e-9, 1e6)
     min_size: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 < self.alpha <= 1e6:
-            raise ValueError(
-                f"Expected `alpha` to be above 0 and at most 1e6 but got {self.alpha}. For equal shares use `IID` "
-                "instead."
-            )
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         _check_number(self.clients, len(y))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lightning_fcl.data.batches import Collate, Loading
 from lightning_fcl.data.datasets import Arrays, load
@@ -47,6 +47,7 @@ class Samples:
         scale: Mean and standard deviation that make samples of stored pixels; None: they are samples as they are.
         loaders: How a data module's loaders load what is for ``"train"``, ``"validation"`` and ``"test"``.
         divided: Whether its own test and validation sets are the split, unless another is asked for.
+        unmapped: The samples as they were before any `mapped`; None: these are.
     """
 
     x: Tensor | Dataset[Any]
@@ -62,6 +63,7 @@ class Samples:
     measurement: Measurement | None = None
     name: str = "the data"
     divided: bool = False
+    unmapped: Samples | None = None
 
     def __len__(self) -> int:
         return len(self.x)  # type: ignore[arg-type]  # a map-style data set has a length
@@ -70,6 +72,11 @@ class Samples:
     def labels(self) -> IntArray:
         """The class of each sample, shape (n,); all 0 where targets are no classes."""
         return self.targets if self.classes else np.zeros(len(self), dtype=np.int64)
+
+    @property
+    def draws(self) -> bool:
+        """Whether taking samples runs a data set's own code, which may draw random numbers."""
+        return isinstance(self.x, Dataset)
 
     def collate(self, part: str) -> Collate:
         """What makes a batch of samples for ``"train"``, ``"validation"`` or ``"test"``."""
@@ -92,6 +99,16 @@ class Samples:
             return list(batch) if type(batch) is tuple else batch
         x, y = self.stored(indices)
         return [self.prepared(x), y]
+
+    def mapped(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> Samples:
+        """What a function makes of these, batch by batch, on a device: features of a frozen backbone."""
+        everything = np.arange(len(self))
+        with torch.no_grad():
+            parts = [
+                function(self.take(part, "test")[0].to(device)).cpu()
+                for part in np.split(everything, range(256, len(everything), 256))
+            ]
+        return replace(self, x=torch.cat(parts), scale=None, unmapped=self.unmapped or self)
 
     def stored(self, indices: IntArray) -> Any:
         """As `take`, but pixels as they are stored, which `prepared` makes samples of."""
@@ -139,3 +156,55 @@ def of_public(data: str | PublicData | Arrays) -> Samples:
         measurement=data.measurement,
         name=name,
     )
+
+
+class PixelRows(Dataset[tuple[Tensor, Tensor]]):
+    """Some samples of stored pixels as a data set, normalised when they are read."""
+
+    def __init__(self, samples: Samples, indices: IntArray) -> None:
+        self.samples = samples
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+        x, y = self.samples.take(self.indices[rows])
+        return list(zip(x, y, strict=True))
+
+
+def rows_of(samples: Samples, indices: IntArray) -> Dataset[Any]:
+    if isinstance(samples.x, Dataset):
+        return Subset(samples.x, indices.tolist())
+    return TensorDataset(*samples.take(indices)) if samples.scale is None else PixelRows(samples, indices)
+
+
+def normalised(samples: Samples, mean: Any, std: Any) -> Samples:
+    """Samples of uint8 images that are normalised when they are taken."""
+    x = samples.x
+    if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:
+        what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(
+            f"Expected `x` to be uint8 images of shape (n, channels, height, width) for `mean` and `std` but got "
+            f"{what}. Normalise other samples beforehand, or in your data set's transform."
+        )
+    scale = []
+    for name, given, least in (("mean", mean, "at least 0"), ("std", std, "above 0")):
+        values = np.asarray(np.nan if given is None else given, dtype=np.float32)
+        if not ((values >= 0) & (values <= 1) & ((values > 0) | (name == "mean"))).all():
+            raise ValueError(
+                f"Expected `{name}` to be {least} and at most 1, of pixels scaled to [0, 1], but got {given}. Pass "
+                "`mean` and `std`, in units of 255 grey levels."
+            )
+        if values.ndim > 1 or values.size not in (1, x.shape[1]):
+            last = x.dim() == 4 and values.size == x.shape[-1]
+            raise ValueError(
+                f"Expected `{name}` to be a number, or one for each of {x.shape[1]} channels of images of shape "
+                f"{tuple(x.shape[1:])}, but got {values.size}."
+                + (" The channels come last: pass `x.transpose(0, 3, 1, 2)`." if last else "")
+            )
+        scale.append(torch.from_numpy(255 * values.reshape(-1, *[1] * (x.dim() - 2))))
+    return replace(samples, scale=(scale[0], scale[1]))

@@ -105,17 +105,13 @@ def draw(
         train, validation, test = division.parts(samples, rng)
         pool = replace(pool, train=train, validation=validation, test=test)
     if not scenario.own_clients:
-        pool = replace(pool, clients=_divided(samples, pool, partition or IID(), rng))
+        owner = samples.owner[pool.train] if samples.owner is not None else None
+        parts = (partition or IID()).divide(y[pool.train], owner, rng)
+        counts = np.fromiter(map(len, parts.values()), dtype=np.int64, count=len(parts))
+        rows = np.concatenate(list(parts.values())) if parts else EMPTY
+        # All in one array: of many clients, copies would take most of the memory.
+        pool = replace(pool, clients=views(list(parts), pool.train[rows], counts))
     plan = scenario.plan(pool, seed)
     if reserved := {"server", "clients"} & set(plan.clients):
         raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
     return plan
-
-
-def _divided(samples: Samples, pool: Pool, partition: Partition, rng: np.random.Generator) -> dict[str, IntArray]:
-    """The training samples of each client, all in one array: of many clients, copies would take most of the memory."""
-    owner = samples.owner[pool.train] if samples.owner is not None else None
-    parts = partition.divide(pool.y[pool.train], owner, rng)
-    counts = np.fromiter(map(len, parts.values()), dtype=np.int64, count=len(parts))
-    rows = np.concatenate(list(parts.values())) if parts else EMPTY
-    return views(list(parts), pool.train[rows], counts)

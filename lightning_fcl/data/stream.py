@@ -12,18 +12,16 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
-from lightning_fcl.data.client_loader import ClientLoader
-from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.batches import Collate, Loading, Request, Take, batches, read
+from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of
 from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.own import Data, names_clients, of_anything, samples_of
 from lightning_fcl.data.partition import Natural, Partition
-from lightning_fcl.data.pixels import normalised, rows_of
-from lightning_fcl.data.samples import Samples, name_of
+from lightning_fcl.data.samples import Samples, name_of, normalised, rows_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
@@ -104,10 +102,10 @@ class FederatedStream(L.LightningDataModule):
         self.collate_fn = collate_fn
         self._classes = classes
         self._seed = seed
-        self._unmapped: Samples | None = None
         self._torn_down = False
         self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says
         self.samples = Samples(torch.empty(0), EMPTY)
+        self.y: IntArray = EMPTY  # the class of each sample, as the scenario numbers them, where targets are classes
 
     @classmethod
     def from_arrays(
@@ -185,11 +183,6 @@ class FederatedStream(L.LightningDataModule):
         return self._seed if self._seed is not None else global_seed()
 
     @property
-    def y(self) -> IntArray:
-        """The class of each sample, as the scenario numbers them; empty where targets are no classes."""
-        return self.samples.targets if self.samples.classes else EMPTY
-
-    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; before `setup` the data are read, and the plan drawn, as it would do."""
         self.setup("fit")
@@ -200,18 +193,21 @@ class FederatedStream(L.LightningDataModule):
         """Number of classes."""
         return len(self.classes)
 
-    @property
-    def group_names(self) -> list[str]:
-        """Names of the plan's test groups: the classes, or the numbers of the domains."""
-        number = int(self.plan.groups.max()) + 1
-        return list(self.classes) if number == self.num_classes else [str(group) for group in range(number)]
-
     def setup(self, stage: str) -> None:
         """Load the data and draw the plan, once."""
         for module in self._modules:
             module.trainer = self.trainer
         if self._torn_down or not len(self.samples):
-            self._load()
+            if self.trainer is None or self.trainer.state.fn is None:  # otherwise Lightning has, in one process
+                self.prepare_data()
+            left_open = [*self.left_open, *(["collate_fn"] if self.collate_fn is None else [])]
+            samples = samples_of(self.data, self._classes, self.seed, left_open)
+            self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
+            if self.plan.order is not None:
+                names = tuple(samples.classes[c] for c in self.plan.order[: self.plan.outputs])
+                samples = replace(samples, targets=np.argsort(self.plan.order)[samples.targets], classes=names)
+            self.hold(samples)
+            self._torn_down = False
         if isinstance(self.data, L.LightningDataModule) and stage == "predict":
             call_seeded(self.seed, self.data.setup, stage)
 
@@ -221,18 +217,6 @@ class FederatedStream(L.LightningDataModule):
             if is_overridden("teardown", module):
                 module.teardown(stage)
                 self._torn_down = True
-
-    def _load(self) -> None:
-        if self.trainer is None or self.trainer.state.fn is None:  # otherwise Lightning has, in one process
-            self.prepare_data()
-        left_open = [*self.left_open, *(["collate_fn"] if self.collate_fn is None else [])]
-        samples = samples_of(self.data, self._classes, self.seed, left_open)
-        self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
-        if self.plan.order is not None:
-            names = tuple(samples.classes[c] for c in self.plan.order[: self.plan.outputs])
-            samples = replace(samples, targets=np.argsort(self.plan.order)[samples.targets], classes=names)
-        self.hold(samples)
-        self._unmapped, self._torn_down = None, False
 
     def hold(self, samples: Samples) -> None:
         """Take samples in; what the arguments leave open is as the training loader of a data module has it."""
@@ -245,6 +229,7 @@ class FederatedStream(L.LightningDataModule):
         if self.trainer is None or self.trainer.precision != "64-true":
             samples = samples.in_single_precision()
         self.samples = replace(samples, loaders=loaders, collate_fn=self.collate_fn or samples.collate_fn)
+        self.y = samples.targets if samples.classes else EMPTY
 
     # What the strategy asks for.
 
@@ -261,27 +246,6 @@ class FederatedStream(L.LightningDataModule):
         """The batches of a part that requests ask for, read by `num_workers` processes, which are given no Trainer."""
         take, own = partial(self.samples.take, part=part), self.loading(part)
         return read(take, requests, own.num_workers, own.pin_memory, own.worker_init_fn)
-
-    def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
-        """Replace samples by what a function makes of each batch, once, on a device: features of a frozen backbone."""
-        everything = np.arange(len(self.samples))
-        with torch.no_grad():
-            parts = [
-                function(self.samples.take(part, "test")[0].to(device)).cpu()
-                for part in np.split(everything, range(256, len(everything), 256))
-            ]
-        self._unmapped = self._unmapped or self.samples
-        self.samples = replace(self.samples, x=torch.cat(parts), scale=None)
-
-    def unmap(self) -> None:
-        """Bring back the samples as they were before any `map`."""
-        if self._unmapped is not None:
-            self.samples, self._unmapped = self._unmapped, None
-
-    @property
-    def draws(self) -> bool:
-        """Whether taking samples runs a data set's own code, which may draw random numbers."""
-        return isinstance(self.samples.x, Dataset)
 
     def client_round(self, client: str, round: int) -> ClientRound:
         """What is known of a client's part in a round."""
@@ -303,11 +267,6 @@ class FederatedStream(L.LightningDataModule):
             task_classes=self.plan.classes_of_task(client, numbers[round]),
         )
 
-    def client_rounds(self, clients: Sequence[str], round: int, rehearsed: IntArray | None = None) -> ClientRounds:
-        """The parts of several clients in a round, each made when it is asked for."""
-        samples = np.array([len(self.plan.train[round][client]) for client in clients], dtype=np.int64)
-        return ClientRounds(round, clients, samples, lambda client: self.client_round(client, round), rehearsed)
-
     # Loaders, as any LightningDataModule has them.
 
     def train_dataloader(self) -> ClientLoader:
@@ -319,11 +278,12 @@ class FederatedStream(L.LightningDataModule):
         if not len(self.plan.validation):
             # Lightning warns of an empty list of loaders, which is what it asks for where there is none.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
-        return self._loader("validation", self.plan.validation) if len(self.plan.validation) else []
+            return []
+        return self.loading("validation").loader(rows_of(self.samples, self.plan.validation))
 
     def test_dataloader(self) -> DataLoader[Any]:
         """The common test set."""
-        return self._loader("test", self.plan.test)
+        return self.loading("test").loader(rows_of(self.samples, self.plan.test))
 
     def predict_dataloader(self) -> Any:
         """What a data module predicts; of other data the common test set."""
@@ -340,10 +300,51 @@ class FederatedStream(L.LightningDataModule):
 
     def loading(self, part: str) -> Loading:
         """How a data module loads what is for a part, or as other data are; arrays are tested in larger batches."""
-        size = max(self.batch_size, 256) if part != "train" and not self.draws else self.batch_size
-        workers = self.num_workers if self.draws else 0
+        draws = self.samples.draws
+        size = self.batch_size if part == "train" or draws else max(self.batch_size, 256)
+        workers = self.num_workers if draws else 0
         loading = Loading(size, num_workers=workers, collate_fn=self.samples.collate(part))
         return self.samples.loaders.get(part, loading)
 
-    def _loader(self, part: str, indices: IntArray) -> DataLoader[Any]:
-        return self.loading(part).loader(rows_of(self.samples, indices))
+
+class ClientLoader:
+    """The training data of all clients, which a `FederatedStrategy` replaces by the batches of each round.
+
+    In a plain Trainer a stream of one client can be iterated as it is: an epoch is a round.
+    """
+
+    def __init__(self, stream: FederatedStream) -> None:
+        self.stream = stream
+
+    def __len__(self) -> int:
+        if self.stream.count_batches is None:
+            raise TypeError(
+                'Expected a Trainer with `strategy="federated"` that fits where the number of batches is asked for, '
+                "which is a client's in a round, but there is none."
+            )
+        return self.stream.count_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        stream, trainer = self.stream, self.stream.trainer
+        clients = stream.plan.clients
+        if len(clients) != 1 or trainer is None:
+            raise ValueError(
+                f'Expected a Trainer with `strategy="federated"` for a stream of {len(clients)} clients but got a '
+                "plain one, which trains a single client."
+            )
+        client, round = clients[0], current_round(trainer)
+        if round >= stream.plan.rounds and trainer.max_epochs == stream.plan.rounds:
+            return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
+        if round >= stream.plan.rounds:
+            raise ValueError(
+                f"Expected `max_epochs` to be at most the stream's {stream.plan.rounds} rounds but got "
+                f"{trainer.max_epochs}."
+            )
+        rows = stream.plan.train[round][client]
+        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+        plan = plan_batches(len(rows), 1, batching, order_keys(stream.seed, [client], round))
+        if not stream.samples.draws:
+            yield from batches(stream.take(rows), [torch.from_numpy(chosen) for chosen in plan])
+            return
+        requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(plan))
+        yield from stream.read(requests)

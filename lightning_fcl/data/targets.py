@@ -21,10 +21,20 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 _COMPARED = 100  # items whose targets are compared with what a data set tells of them, beside one of each label
 
 
-def labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
+def number_targets(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample."""
     given = as_array(y)
-    _require_targets(given)
+    if given.dtype.kind == "O":
+        wrong = np.array([not isinstance(value, str) for value in given.ravel()])
+    else:
+        wrong = ~np.isfinite(given).ravel() if given.dtype.kind == "f" else np.zeros(0, dtype=bool)
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(
+            f"Expected `y` to hold a target for each sample but got {given.ravel().tolist()[first]!r} in place {first} "
+            f"(and {int(wrong.sum())} such values in all). Mend or drop these samples first, pass targets as `y`, or "
+            "`classes=()` if they are none."
+        )
     numeric, floating = given.dtype.kind in "biuf", given.dtype.kind == "f"
     whole = not floating or (bool(classes) and bool((given == np.floor(given)).all()))
     if given.ndim == 1 and given.size and whole and (classes is None or len(classes)):
@@ -46,21 +56,6 @@ def as_array(values: Any) -> NDArray[Any]:
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
     return np.asarray(values)
-
-
-def _require_targets(given: NDArray[Any]) -> None:
-    """Refuse targets that are missing: not finite, or neither numbers nor strings."""
-    if given.dtype.kind == "O":
-        wrong = np.array([not isinstance(value, str) for value in given.ravel()])
-    else:
-        wrong = ~np.isfinite(given).ravel() if given.dtype.kind == "f" else np.zeros(0, dtype=bool)
-    if wrong.any():
-        first = int(wrong.argmax())
-        raise ValueError(
-            f"Expected `y` to hold a target for each sample but got {given.ravel().tolist()[first]!r} in place {first} "
-            f"(and {int(wrong.sum())} such values in all). Mend or drop these samples first, pass targets as `y`, or "
-            "`classes=()` if they are none."
-        )
 
 
 def _numbers_of(labels: NDArray[Any], names: NDArray[Any]) -> IntArray:
@@ -100,7 +95,7 @@ class Numbered(Dataset[Any]):
         return len(self.data)  # type: ignore[arg-type]  # map-style
 
 
-def numbered(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
+def number_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
     """A data set whose items hold the numbers of their classes; itself, if they do."""
     given = np.asarray(labels)
     if given.dtype.kind != "f" and np.array_equal(given, numbers):

@@ -145,7 +145,7 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             if unlike(held(copied), begun):
                 return "its forward changes buffers"
             # As the loader pads: with zeros what is read batch by batch, else with the client's first sample.
-            x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.draws else p[:1]]) for p in (x, y))
+            x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.samples.draws else p[:1]]) for p in (x, y))
             padded = step([x, others_x], [y, others_y], len(own))
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__

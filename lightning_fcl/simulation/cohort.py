@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fcl.data.batches import Alike, Batch, Request, alike, batches, joined, number_of
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.orders import order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
@@ -42,7 +43,9 @@ class Cohort:
         self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, StepTrainer)
         self._rehearsed = rehearsed_by(federation.methods, federation.client_before)
         epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
-        parts = stream.client_rounds(names, round)
+        samples = np.array([len(stream.plan.train[round][name]) for name in names], dtype=np.int64)
+        part_of = partial(stream.client_round, round=round)
+        parts = ClientRounds(round, names, samples, part_of)
         if isinstance(epochs_in, int):
             epochs = np.full(len(names), epochs_in)
         else:
@@ -55,7 +58,8 @@ class Cohort:
         if remembered is not None or (steps[1:] > steps[:-1]).any():
             order = np.argsort(-steps, kind="stable")
             names, epochs, index, lengths = [names[i] for i in order], epochs[order], index[order], lengths[order]
-            parts = stream.client_rounds(names, round, None if remembered is None else remembered[order])
+            rehearsed = None if remembered is None else remembered[order]
+            parts = ClientRounds(round, names, samples[order], part_of, rehearsed)
         self.clients = parts
         self.received: Sequence[State] = ()  # what each has received at the start of the round
         self.step = 0  # of the batch at hand
@@ -93,7 +97,7 @@ class Cohort:
 
     def samples(self, row: int) -> Any:
         """The samples of one of the clients, by its number, without the remembered ones."""
-        if not self._stream.draws:
+        if not self._stream.samples.draws:
             return self._stream.take(self._rows[row])
         if row not in self._read:
             client, round = self.clients.clients[row], self.clients.round

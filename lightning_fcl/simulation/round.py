@@ -96,7 +96,7 @@ class Round:
     def _run(self) -> Generator[Any, None, None]:
         self.begin()
         try:
-            if self.cohorts and self.federation.stream.draws:
+            if self.cohorts and self.federation.stream.samples.draws:
                 requests = (request for cohort in [*self.cohorts] for request in cohort.requests())
                 self._read = self.federation.stream.read(requests)
             yield from self._work(self)

@@ -211,7 +211,7 @@ ERRORS = {
     "more clients than samples": (lambda: iid(5, 6, rng()), "Expected `clients` to be between 1 and 5"),
     "alpha 0": (
         lambda: dirichlet(Y, 5, 0.0, rng()),
-        "Expected `alpha` to be above 0 and at most 1e6 but got 0.0. For equal shares use `IID` instead.",
+        "Expected `alpha` to be between 1e-09 and 1000000.0 but got 0.0.",
     ),
     "alpha NaN": (lambda: dirichlet(Y, 5, float("nan"), rng()), "but got nan."),
     "alpha infinite": (lambda: dirichlet(Y, 5, float("inf"), rng()), "but got inf."),

@@ -327,7 +327,7 @@ def test_labels_are_numbered_and_their_names_kept(labels, kind):
     )
     assert stream.num_classes == 3  # before the setup
     names = tuple(map(str, given))
-    assert stream.classes == names and stream.group_names == list(names)
+    assert stream.classes == names and stream.plan.group_names(stream.classes) == list(names)
     stream.setup("fit")
     assert stream.y.tolist() == [index % 3 for index in range(60)]
     batch = stream.take(np.arange(60))

@@ -74,5 +74,5 @@ def test_a_plan_has_the_name_that_it_had_where_rounds_had_copies(plan):
 def test_samples_are_counted_once_where_rounds_have_the_same(plan):
     for client in plan.clients:
         everything = np.concatenate([current[client] for current in plan.train if client in current])
-        assert plan.samples_of(client) == plan.samples[client] == len(np.unique(everything))
-    assert sum(plan.samples.values()) == 1000
+        assert plan.samples_of(client) == len(np.unique(everything))
+    assert sum(map(plan.samples_of, plan.clients)) == 1000

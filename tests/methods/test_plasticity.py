@@ -251,7 +251,7 @@ def test_experiences_follow_each_other(
             rows = np.concatenate([stream.plan.train[3 * e][client] for e in range(experiences)])
             x, y = stream.take(rows)
             kept = buffers[after][client]
-            size = round(share * stream.plan.samples[client])
+            size = round(share * stream.plan.samples_of(client))
             assert len(kept["y"]) == min(size, len(rows)) > 1
             for sample, label in zip(kept["x"], kept["y"], strict=True):
                 assert any(torch.equal(sample, other) and label == said for other, said in zip(x, y, strict=True))

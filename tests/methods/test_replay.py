@@ -123,7 +123,7 @@ def test_each_client_of_a_federation_keeps_its_share(fit, make_stream, make_task
     for client in "ab":
         samples = sum(len(current[client]) for current in stream.plan.train)
         assert len(trainer.strategy.server.store[client]["Replay"]["y"]) == round(samples / 10)
-    assert stream.plan.samples["b"] > 2 * stream.plan.samples["a"]
+    assert stream.plan.samples_of("b") > 2 * stream.plan.samples_of("a")
 
 
 def test_a_share_needs_a_stream(make_task, samples, train):

@@ -60,7 +60,7 @@ def describe() -> list[Source]:
         >>> [source.name for source in describe()][:6]
         ['cifar100', 'core50', 'digits', 'fc100', 'hhar', 'lfw']
     """
-    return [_source(name) for name in _NAMES]
+    return [_module(name).SOURCE for name in _NAMES]
 
 
 def check(name: str, root: str | Path | None = None) -> str:
@@ -70,7 +70,7 @@ def check(name: str, root: str | Path | None = None) -> str:
         >>> check("digits")  # doctest: +ELLIPSIS
         'digits: bundled with scikit-learn ...; 1797 samples of shape 1 x 8 x 8, 10 classes, no natural clients'
     """
-    layout, place = _source(name).find(root)
+    layout, place = _module(name).SOURCE.find(root)
     data = load(name, root)
     shape = " x ".join(str(size) for size in data.x.shape[1:])
     clients = "no natural clients" if data.client is None else f"{len(np.unique(data.client))} clients"
@@ -87,11 +87,8 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
         >>> fetch("digits").name
         'digits.csv.gz'
     """
-    return _source(name).fetch(root)
-
-
-def _source(name: str) -> Source:
-    return cast(Source, _module(name).SOURCE)
+    path: Path = _module(name).SOURCE.fetch(root)
+    return path
 
 
 def _module(name: str) -> ModuleType:

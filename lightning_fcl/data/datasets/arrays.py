@@ -67,16 +67,20 @@ class Arrays:
                     f"Expected `{name}` to have shape ({len(self.x)},), one entry per sample of `x`, but got "
                     f"{column.shape}. Read both from the same files."
                 )
-        if self.official_test is not None:
-            _require_dtype("official_test", self.official_test, np.bool_)
-        for name in ("client", "group"):
-            owner = columns[name]
-            if owner is not None and owner.dtype.kind not in "iuU":
+            if name in ("client", "group") and column is not None and column.dtype.kind not in "iuU":
                 raise ValueError(
-                    f"Expected `{name}` to hold integers or strings but got dtype {owner.dtype}. "
+                    f"Expected `{name}` to hold integers or strings but got dtype {column.dtype}. "
                     f"Convert it, for example with `{name}.astype(str)`."
                 )
-        _require_labels(self.y, self.classes)
+        if self.official_test is not None:
+            _require_dtype("official_test", self.official_test, np.bool_)
+        wrong = np.flatnonzero((self.y < 0) | (self.y >= len(self.classes)))
+        if wrong.size:
+            raise ValueError(
+                f"Expected `y` to be between 0 and {len(self.classes) - 1}, a label for each of the "
+                f"{len(self.classes)} `classes`, but got {self.y[wrong[0]]} in sample {wrong[0]} (and {wrong.size} "
+                "such labels in all). Number the labels from 0, or name every class."
+            )
         if pixels:
             _require_scale(self.mean, self.std, self.x.shape[1:])
         else:
@@ -97,17 +101,6 @@ def _require_dtype(name: str, values: NDArray[Any], dtype: type[np.generic]) -> 
         )
 
 
-def _require_labels(y: NDArray[np.int64], classes: tuple[str, ...]) -> None:
-    wrong = np.flatnonzero((y < 0) | (y >= len(classes)))
-    if wrong.size:
-        first = wrong[0]
-        raise ValueError(
-            f"Expected `y` to be between 0 and {len(classes) - 1}, a label for each of the {len(classes)} `classes`, "
-            f"but got {y[first]} in sample {first} (and {wrong.size} such labels in all). "
-            "Number the labels from 0, or name every class."
-        )
-
-
 def _require_finite(x: NDArray[np.float32]) -> None:
     # Piece by piece: one truth value for each number of a large data set is a fourth of its memory.
     if all(np.isfinite(x[first : first + _PIECE]).all() for first in range(0, len(x), _PIECE)):
@@ -125,14 +118,10 @@ def _require_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: t
         if values is None:
             raise ValueError(f"Expected `mean` and `std` but got no `{name}`. Pass both, or neither.")
         _require_dtype(name, values, np.float32)
-        fits = values.ndim == len(shape) and all(n in (1, size) for n, size in zip(values.shape, shape, strict=True))
-        if not fits:
+        broadcasts = values.ndim == len(shape) and all(n in (1, m) for n, m in zip(values.shape, shape, strict=True))
+        if not broadcasts or not np.isfinite(values).all() or (name == "std" and values.min() <= 0):
             raise ValueError(
-                f"Expected `{name}` to broadcast to a sample, of shape {shape}, but got shape {values.shape}. For a "
-                f"value of each channel of images pass shape ({shape[0] if shape else 1}, 1, 1)."
-            )
-        if not np.isfinite(values).all() or (name == "std" and (values <= 0).any()):
-            wanted, nothing = ("finite", 0) if name == "mean" else ("above 0 and finite", 1)
-            raise ValueError(
-                f"Expected `{name}` to be {wanted} but got {values.ravel().tolist()}. Pass {nothing} for no change."
+                f"Expected `{name}` to be finite{', above 0' if name == 'std' else ''} and of a shape that broadcasts "
+                f"to a sample, {shape}, but got {values.ravel().tolist()} of shape {values.shape}. For a value of each "
+                f"channel of images pass shape ({shape[0] if shape else 1}, 1, 1)."
             )

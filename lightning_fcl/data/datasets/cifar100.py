@@ -5,6 +5,7 @@ Krizhevsky 2009, "Learning multiple layers of features from tiny images", Univer
 they name.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, stacked
-from lightning_fcl.data.datasets.pickles import read_pickle
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, resize_all
+from lightning_fcl.data.datasets.pickles import pickled_array, read_pickle
 from lightning_fcl.hub.reading import ensure, reading
 from lightning_fcl.hub.source import Layout, Source
 
@@ -35,48 +36,42 @@ SOURCE = Source(
     holds="`cifar-100-python` with its files `train`, `test` and `meta`",
 )
 
-_SHAPE = (3, 32, 32)
+# As torchvision publishes them in torchvision/datasets/cifar.py.
+MD5 = {
+    "meta": "7973b15100ade9c7d40fb424638fde48",
+    "train": "16019d7e3df5f24257cddd939b257f8d",
+    "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+}
 
 
 def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
     """Load all images: the training set, then the publishers' test set.
 
-    Args:
-        size: Height and width in pixels; other sizes than 32 are made by Pillow's antialiased bicubic filter.
-
-    Returns:
-        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` the 100 fine ones;
-        `official_test`. The complete set has n = 60000.
+    ``size`` is height and width in pixels; see `lightning_fcl.data.datasets.images.photographs`. The complete set has
+    60000 images, shape (n, 3, size, size).
     """
     check_photographs(size, normalize)
-    data = read(SOURCE.find(root)[1], size)[0]
-    return photographs(data.x, data.y, data.classes, normalize, data.official_test)
+    pixels, labels, names, test = read_images(SOURCE.find(root)[1], size)
+    return photographs(pixels, labels["fine"], names["fine"], normalize, test)
 
 
-def read(folder: Path, size: int) -> tuple[Arrays, NDArray[np.int64], tuple[str, ...]]:
-    """The images with their fine labels, pixels from 0 to 1; their coarse labels; and the names of these."""
-    path = folder / "meta"
-    meta = read_pickle(path, SOURCE.remedy)
-    with reading(path, "to name the classes", SOURCE.remedy):
-        fine, coarse = (tuple(meta[f"{kind}_label_names"]) for kind in ("fine", "coarse"))
-        ensure(fine and coarse and all(isinstance(name, str) for name in fine + coarse), "no names")
-    pixels, labels, superclasses = [], [], []
-    for path in (folder / "train", folder / "test"):
-        content = read_pickle(path, SOURCE.remedy)
-        with reading(path, "to hold images of 32 x 32 and their labels", SOURCE.remedy):
-            data = content["data"]
-            ensure(data.dtype == np.uint8 and data.shape[1:] == (np.prod(_SHAPE),), f"{data.dtype} of {data.shape}")
-            pixels.append(data.reshape(-1, *_SHAPE))  # a row of the file holds all of red, then green, then blue
-            labels.append(_labels(content["fine_labels"], len(data), len(fine)))
-            superclasses.append(_labels(content["coarse_labels"], len(data), len(coarse)))
-    x, test = np.concatenate(pixels), np.repeat([False, True], [len(part) for part in pixels])
-    if size != _SHAPE[1]:
-        x = stacked((image.transpose(1, 2, 0) for image in x), len(x), size)
-    return photographs(x, np.concatenate(labels), fine, "none", test), np.concatenate(superclasses), coarse
+def read_images(
+    folder: Path, size: int
+) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.int64]], dict[str, tuple[str, ...]], NDArray[np.bool_]]:
+    """The images; their fine and coarse labels; the names of these; and which are tests."""
+    meta, *parts = (_content(folder / name) for name in MD5)
+    # A row of the file holds all of red, then green, then blue.
+    pixels = np.concatenate([pickled_array(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
+    labels = {kind: np.concatenate([part[f"{kind}_labels"] for part in parts]) for kind in ("fine", "coarse")}
+    names = {kind: tuple(meta[f"{kind}_label_names"]) for kind in ("fine", "coarse")}
+    test = np.repeat([False, True], [len(part["fine_labels"]) for part in parts])
+    if size != 32:
+        pixels = resize_all((image.transpose(1, 2, 0) for image in pixels), len(pixels), size)
+    return pixels, labels, names, test
 
 
-def _labels(found: Any, number: int, classes: int) -> NDArray[np.int64]:
-    labels: NDArray[np.int64] = np.array(found)
-    ensure(labels.dtype.kind == "i" and labels.shape == (number,), f"no {number} whole numbers as labels")
-    ensure(labels.min() >= 0 and labels.max() < classes, f"labels beyond 0 to {classes - 1}")
-    return labels
+def _content(path: Path) -> Any:
+    with reading(path, "to be the published file", SOURCE.remedy), path.open("rb") as file:
+        found = hashlib.file_digest(file, "md5").hexdigest()
+        ensure(found == MD5[path.name], f"one of MD5 {found}")
+    return read_pickle(path, SOURCE.remedy)

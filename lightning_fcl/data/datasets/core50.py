@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import numbered
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
+from lightning_fcl.data.datasets.files import check_flag, numbered_paths
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all
 from lightning_fcl.hub.source import Layout, Source
 
 _FOLDERS = {"core50_128x128": 128, "core50_32x32": 32}
@@ -57,25 +57,20 @@ def load(
     of single frames, drawn at random, measures little more than memory.
 
     Args:
-        size: Height and width in pixels; other sizes than the files' are made by Pillow's antialiased bicubic filter.
-            All 164866 frames of 128 x 128 take 8 GB and some minutes to read.
+        size: Height and width in pixels; all 164866 frames of 128 x 128 take 8 GB and some minutes to read.
+        normalize: See `lightning_fcl.data.datasets.images.photographs`.
         by_session: Whether an object is another class in every session: 550 classes, session by session, so that
             blocks of 50 are the sessions. That is how this project reads the 11 tasks of 50 classes of Zuo et al.
             2024. There is no official test set then, as its sessions would have no training images.
-
-    Returns:
-        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` the 50 objects, or the objects
-        of each session; `group` the session, 1 to 11; `official_test` sessions 3, 7 and 10.
     """
     check_photographs(size, normalize)
-    if type(by_session) is not bool:
-        raise ValueError(f"Expected `by_session` to be True or False but got {by_session!r}. Choose one of these.")
+    check_flag(by_session=by_session)
     folder = SOURCE.find(root)[1]
     frames = _frames(folder)
     paths = [path for own in frames.values() for path in own]
     session, thing = np.repeat(list(frames), [len(own) for own in frames.values()], axis=0).T
     side = _FOLDERS[folder.name]
-    pixels = stacked((read_image(path, "PNG", "RGB", (side, side)) for path in paths), len(paths), size)
+    pixels = resize_all((read_image(path, "PNG", "RGB", (side, side)) for path in paths), len(paths), size)
     sessions, things = np.unique(session), np.unique(thing)
     y, names = np.searchsorted(things, thing), [_OBJECTS[number - 1] for number in things]
     if by_session:
@@ -90,7 +85,7 @@ def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:
     for session in range(1, _SESSIONS + 1):
         for thing in range(1, len(_OBJECTS) + 1):
             pattern = rf"C_{session:02d}_{thing:02d}_(\d{{3}})\.png"
-            if frames := numbered(folder / f"s{session}" / f"o{thing}", pattern):
+            if frames := numbered_paths(folder / f"s{session}" / f"o{thing}", pattern):
                 found[session, thing] = frames
     for session, thing in product(*(sorted(set(column)) for column in zip(*found, strict=True))) if found else [(1, 1)]:
         if (session, thing) not in found:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.images import measured
+from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import require
 from lightning_fcl.hub.reading import reading
 from lightning_fcl.hub.source import Layout, Source
@@ -34,10 +34,11 @@ def load(root: str | Path | None = None) -> Arrays:
     path = SOURCE.find(root)[1]
     with reading(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
         table = np.loadtxt(path, delimiter=",")  # importing scikit-learn for it would take seconds
+    ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")
     return Arrays(
         x=(table[:, :-1].reshape(-1, 1, 8, 8) / 16).astype(np.float32),
         y=table[:, -1].astype(np.int64),
         client=None,
         classes=tuple("0123456789"),
-        measurement=measured((1, 8, 8), ("ink",), mean=[0.0], std=[16.0], unit="pixels of 16", high=16.0),
+        measurement=Measurement.of_sensors([ink], (1, 8, 8), axes, mean=[0.0], std=[16.0]),
     )

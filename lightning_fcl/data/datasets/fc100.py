@@ -6,15 +6,12 @@ to train on, 4 for validation, 4 for tests. The images are those of CIFAR-100, w
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from lightning_fcl.data.datasets import cifar100
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs
-from lightning_fcl.errors import one_of
-from lightning_fcl.hub.reading import ensure, reading
 
 SOURCE = replace(
     cifar100.SOURCE,
@@ -25,53 +22,27 @@ SOURCE = replace(
     size="169 MB, CIFAR-100's",
 )
 
-# The split of the authors' code, which names superclasses by their number: 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19;
-# 8, 11, 13, 16; 0, 7, 12, 14.
-SUPERCLASSES = {
-    "train": (
-        *("fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices"),
-        *("household_furniture", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "reptiles", "trees"),
-        *("vehicles_1", "vehicles_2"),
-    ),
-    "validation": (
-        *("large_carnivores", "large_omnivores_and_herbivores", "non-insect_invertebrates", "small_mammals"),
-    ),
-    "test": ("aquatic_mammals", "insects", "medium_mammals", "people"),
-}
+# The split of the authors' code, which names superclasses by their number: 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19 to
+# train on; 8, 11, 13, 16 for validation; 0, 7, 12, 14 for tests.
+SUPERCLASSES = (
+    *("fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices"),
+    *("household_furniture", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "reptiles", "trees"),
+    *("vehicles_1", "vehicles_2"),
+    *("large_carnivores", "large_omnivores_and_herbivores", "non-insect_invertebrates", "small_mammals"),
+    *("aquatic_mammals", "insects", "medium_mammals", "people"),
+)
 
 
-def load(
-    root: str | Path | None = None,
-    size: int = 32,
-    normalize: Scale = "imagenet",
-    part: Literal["all", "train", "validation", "test"] = "all",
-) -> Arrays:
+def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
     """Load CIFAR-100's images with the classes in the order of the split: superclass after superclass.
 
-    The split is one of classes, for learning to learn. For a continual stream over all 100 classes, as that of Zuo et
-    al. 2024, take ``part="all"``: each class has CIFAR-100's own training and test images. Consecutive blocks of ten
-    classes are then two superclasses each.
-
-    Args:
-        size: See `lightning_fcl.data.datasets.cifar100.load`.
-        part: ``"all"`` classes, or those of one part: 60 to ``"train"``, 20 for ``"validation"``, 20 to ``"test"``.
-
-    Returns:
-        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` superclass by superclass;
-        `official_test` that of CIFAR-100. The complete set has n = 60000.
+    The split is one of classes, for learning to learn. Here each class has CIFAR-100's own training and test images,
+    as in the continual stream over all 100 classes of Zuo et al. 2024: consecutive blocks of ten classes are two
+    superclasses each. ``size`` and ``normalize`` are those of `lightning_fcl.data.datasets.cifar100.load`.
     """
     check_photographs(size, normalize)
-    one_of(("all", *SUPERCLASSES), part=part)
-    folder = SOURCE.find(root)[1]
-    data, coarse, names = cifar100.read(folder, size)
-    wanted = [name for key, group in SUPERCLASSES.items() if part in ("all", key) for name in group]
-    with reading(folder / "meta", "to name each superclass of CIFAR-100, with classes of its own", SOURCE.remedy):
-        order = [label for name in wanted for label in np.unique(data.y[coarse == names.index(name)]).tolist()]
-        ensure(len(order) == len(set(order)), "classes of two superclasses")
-    place = np.full(len(data.classes), -1)
-    place[order] = np.arange(len(order))
-    y = place[data.y]
-    kept = slice(None) if part == "all" else y >= 0
-    assert data.official_test is not None
-    classes = [data.classes[label] for label in order]
-    return photographs(data.x[kept], y[kept], classes, normalize, data.official_test[kept])
+    pixels, labels, names, test = cifar100.read_images(SOURCE.find(root)[1], size)
+    coarse = [names["coarse"].index(name) for name in SUPERCLASSES]
+    order = [label for number in coarse for label in np.unique(labels["fine"][labels["coarse"] == number]).tolist()]
+    classes = [names["fine"][label] for label in order]
+    return photographs(pixels, np.argsort(order)[labels["fine"]], classes, normalize, test)

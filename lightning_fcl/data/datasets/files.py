@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile, ZipInfo
@@ -56,9 +55,8 @@ def _array(archive: ZipFile, member: ZipInfo) -> NDArray[Any]:
 def read_npz(path: Path, wanted: Wanted, remedy: str = AGAIN) -> dict[str, NDArray[Any]]:
     """Arrays of an npz file, as `read_arrays` reads them, of the wanted kinds and shapes.
 
-    Args:
-        wanted: For each name the admitted kinds of dtype, as in `numpy.dtype.kind`, or "pixels" for images of uint8,
-            at least one; and the shape: sizes that have a name are free, but equal wherever they have the same name.
+    For each name stand the kinds of dtype, as in `numpy.dtype.kind`, or "pixels" for images of uint8, at least one; and
+    the shape: sizes that have a name are free, but equal wherever they have the same name.
     """
     arrays = read_arrays(path, wanted, remedy)
     if missing := [name for name in wanted if name not in arrays]:
@@ -92,27 +90,41 @@ def check_whole(what: str, given: object, example: str) -> None:
         )
 
 
-def in_range(values: NDArray[Any], high: int, name: str, remedy: str = AGAIN, low: int = 0) -> NDArray[np.int64]:
-    """Whole numbers, int64, if they are in a range."""
-    for place in np.flatnonzero((values < low) | (values > high)):
+def check_flag(**arguments: object) -> None:
+    """Refuse an argument that is neither True nor False."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"Expected `{name}` to be True or False but got {value!r}. Choose one of these.")
+
+
+def check_subset(name: str, given: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse what is no list of different names among the known ones."""
+    if isinstance(given, str) or not given or len(set(given)) < len(given) or not set(given) <= set(known):
         raise ValueError(
-            f"Expected {name} to be between {low} and {high} but got {values[place]} in sample {place}. {remedy}"
+            f"Expected `{name}` to be different names among {', '.join(known)} but got {given!r}. Pass a list of some."
+        )
+
+
+def in_range(values: NDArray[Any], high: int, name: str, remedy: str = AGAIN) -> NDArray[np.int64]:
+    """Whole numbers, int64, if they are between 0 and a number."""
+    for place in np.flatnonzero((values < 0) | (values > high)):
+        raise ValueError(
+            f"Expected {name} to be between 0 and {high} but got {values[place]} in sample {place}. {remedy}"
         )
     return values.astype(np.int64)
 
 
-def read_lines(path: Path, remedy: str, at_most: int | None = None, errors: str = "strict") -> list[str]:
-    """The lines of a text file, or so many, that are not empty, without white space at their ends."""
-    with reading(path, "to be a text file", remedy), path.open(encoding="utf-8-sig", errors=errors) as file:
-        check_size(0 if at_most else TEXT * path.stat().st_size)
-        lines = islice(iter(lambda: file.readline(1_000_000), ""), at_most)
-        found = [line.rstrip() for line in lines if line.strip()]
+def read_lines(path: Path, remedy: str) -> list[str]:
+    """The lines of a text file that are not empty, without white space at their ends."""
+    with reading(path, "to be a text file", remedy):
+        check_size(TEXT * path.stat().st_size)
+        found = [line.rstrip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     if not found:
         raise ValueError(f"Expected {path} to have lines but it is empty. {remedy}")
     return found
 
 
-def numbered(folder: Path, pattern: str) -> list[Path]:
+def numbered_paths(folder: Path, pattern: str) -> list[Path]:
     """What lies in a folder under names that fit a pattern, in the order of the number that is the pattern's group."""
     found = {path: re.fullmatch(pattern, path.name) for path in folder.glob("*")}
     return [path for _, path in sorted((int(match[1]), path) for path, match in found.items() if match)]

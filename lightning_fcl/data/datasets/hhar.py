@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range
+from lightning_fcl.data.datasets.files import check_subset, in_range
+from lightning_fcl.data.datasets.measurement import Sensor
 from lightning_fcl.data.datasets.series import (
     Recording,
     Scale,
-    Sensor,
     check_options,
     chunked,
-    measurement,
+    measured_series,
     read_windows,
     stretches,
 )
@@ -65,38 +65,40 @@ _CLASSES = ("bike", "sit", "stairsdown", "stairsup", "stand", "walk")
 _USERS = tuple("abcdefghi")
 _COLUMNS = {"Creation_Time": "int64", "x": "float32", "y": "float32", "z": "float32"}
 _COLUMNS |= {"User": "category", "Model": "category", "Device": "category", "gt": "category"}
-_MEASURED: dict[str, tuple[str, float]] = {"accelerometer": ("m/s^2", 160.0), "gyroscope": ("rad/s", 35.0)}
+_MEASURED: dict[str, list[Sensor]] = {
+    name: [(f"{name} {axis}", unit, -most, most) for axis in "xyz"]
+    for name, unit, most in (("accelerometer", "m/s^2", 160.0), ("gyroscope", "rad/s", 35.0))
+}
 _WINDOW = 128
 _SLIDING = 200
+_RATE = 100.0
 _GAP = 0.5
 
 # Time in ns, xyz and label of one sensor of one device on one person.
-_Sensor = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
+_Series = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 _Owner = tuple[str, str, str]
 
 
 def load(
     root: str | Path | None = None,
     chunk: int | None = None,
-    rate: float = 100.0,
     devices: Sequence[str] | None = None,
     features: Literal["raw", "statistics"] = "raw",
     normalize: Scale = "user",
 ) -> Arrays:
     """Load the labelled motion of the devices, cut into chunks that do not overlap.
 
-    Accelerometer and gyroscope of a device are brought to one regular grid by linear interpolation between neighbours
-    by ``Creation_Time``, never across more than half a second nor between two activities. Every chunk lies inside one
-    such stretch. Chunks are ordered by user, then by device, then by time.
+    Accelerometer and gyroscope of a device are brought to one regular grid of 100 Hz by linear interpolation between
+    neighbours by ``Creation_Time``, never across more than half a second nor between two activities. Every chunk lies
+    inside one such stretch. Chunks are ordered by user, then by device, then by time.
 
     Args:
         chunk: Time steps per chunk: 200 in De Caro et al. 2023, 500 in Bacciu et al. 2021. It must divide 128 for
             ``windows.npz``. None is 200, and 128 there.
-        rate: Samples per second after interpolation.
         devices: Models among nexus4, s3, s3mini, samsungold, gear and lgwatch, in the order of the groups; None is
             nexus4, s3, s3mini, lgwatch, those of De Caro et al. 2023.
         features: ``"raw"``: accelerometer xyz, then gyroscope xyz. ``"statistics"``: 32 features, see `statistics`.
-        normalize: How each device of a user is scaled, see `lightning_fcl.data.datasets.series.normalized`; the
+        normalize: How each device of a user is scaled, see `lightning_fcl.data.datasets.series.chunked`; the
             paper's is ``"user"``.
 
     Returns:
@@ -104,27 +106,39 @@ def load(
         `devices`, None for ``windows.npz``.
     """
     check_options(_WINDOW if chunk is None else chunk, normalize)
-    chosen = _checked(rate, devices, features)
+    one_of(("raw", "statistics"), features=features)
+    models = DEVICES if devices is None else devices
+    check_subset("devices", models, _MODELS)
     layout, path = SOURCE.find(root)
-    if chunk is None:
-        chunk = _WINDOW if layout == "phone windows" else 200
     if layout == "phone windows":
-        _check_windows(path, devices, features, normalize)
-        windows = chunked(_windows(path, chunk), chunk, "none", _CLASSES, path)
-        return replace(windows, measurement=measurement(chunk, "user", _sensors("accelerometer"), None))
+        options = {"devices": (devices, None), "features": (features, "raw"), "normalize": (normalize, "user")}
+        for name, (got, wanted) in options.items():
+            if got != wanted:
+                raise ValueError(
+                    f"Expected `{name}` to be {wanted!r} but got {got!r}: {path} holds windows of one phone's "
+                    "accelerometer that are scaled per user already. Use the publishers' CSV files."
+                )
+        return _from_windows(path, _WINDOW if chunk is None else chunk)
+    chunk = 200 if chunk is None else chunk
     less = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
-    remedy = f"Pass a smaller one, or check that the files hold {', '.join(chosen)}."
-    recordings = _recordings(path, chosen, rate, features)
-    known = _sensors(*_SENSORS) if features == "raw" else ()
-    return chunked(
-        recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy, known, float(rate)
-    )
+    remedy = f"Pass a smaller one, or check that the files hold {', '.join(models)}."
+    recordings = _recordings(path, models, features)
+    data = chunked(recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy)
+    sensors = [axis for name in _SENSORS for axis in _MEASURED[name]] if features == "raw" else []
+    return replace(data, measurement=measured_series(chunk, normalize, sensors, _RATE))
 
 
-def _sensors(*names: str) -> tuple[Sensor, ...]:
-    return tuple(
-        (f"{name} {axis}", unit, -end, end) for name in names for unit, end in [_MEASURED[name]] for axis in "xyz"
-    )
+def _from_windows(path: Path, chunk: int) -> Arrays:
+    arrays = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, SOURCE.remedy)
+    user, chunks = in_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", SOURCE.remedy), _WINDOW // chunk
+    with reading(path, "to hold windows of the six activities", SOURCE.remedy):
+        return Arrays(
+            x=arrays["X"].reshape(-1, chunk, 3),
+            y=arrays["y"].astype(np.int64).repeat(chunks),
+            client=np.array(_USERS)[user].repeat(chunks),
+            classes=_CLASSES,
+            measurement=measured_series(chunk, "user", _MEASURED["accelerometer"], None),
+        )
 
 
 def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -145,37 +159,7 @@ def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.concatenate([kept, magnitude, *(values[newest] for values in reduced)], axis=1).astype(np.float32)
 
 
-def _checked(rate: float, devices: Sequence[str] | None, features: str) -> tuple[str, ...]:
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate <= 1000:
-        raise ValueError(f"Expected `rate` to be above 0 and at most 1000 Hz but got {rate!r}. Pass, for example, 100.")
-    one_of(("raw", "statistics"), features=features)
-    chosen = DEVICES if devices is None else devices
-    if isinstance(chosen, str) or not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(_MODELS):
-        raise ValueError(
-            f"Expected `devices` to be different models among {', '.join(_MODELS)} but got {devices!r}. "
-            "Pass a list such as ['nexus4', 'lgwatch']."
-        )
-    return tuple(chosen)
-
-
-def _check_windows(path: Path, devices: Sequence[str] | None, features: str, normalize: str) -> None:
-    options = {"devices": (devices, None), "features": (features, "raw"), "normalize": (normalize, "user")}
-    for name, (got, wanted) in options.items():
-        if got != wanted:
-            raise ValueError(
-                f"Expected `{name}` to be {wanted!r} but got {got!r}: {path} holds windows of one phone's "
-                "accelerometer that are scaled per user already. Use the publishers' CSV files."
-            )
-
-
-def _windows(path: Path, chunk: int) -> Iterator[Recording]:
-    arrays = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, SOURCE.remedy)
-    users = in_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", SOURCE.remedy)
-    for window, label, user in zip(arrays["X"], arrays["y"].tolist(), users.tolist(), strict=True):
-        yield Recording(_USERS[user], [(window, label)])
-
-
-def _recordings(folder: Path, models: tuple[str, ...], rate: float, features: str) -> Iterator[Recording]:
+def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[Recording]:
     """What each device recorded of each user, by user, device and time."""
     kinds = dict.fromkeys(_MODELS[model] for model in models)
     acc, gyro = (
@@ -184,25 +168,31 @@ def _recordings(folder: Path, models: tuple[str, ...], rate: float, features: st
     for owner in sorted(acc | gyro, key=lambda owner: (owner[0], models.index(owner[1]), owner[2])):
         user, model, device = owner
         sensors = acc.pop(owner, None), gyro.pop(owner, None)
-        found = _together(sensors[0], sensors[1], rate) if sensors[0] and sensors[1] else []
+        found = _on_one_grid(sensors[0], sensors[1]) if sensors[0] and sensors[1] else []
         if features == "statistics":
             found = [(statistics(part), label) for part, label in found]
         yield Recording(user, found, f"user {user} with {device}", models.index(model))
 
 
-def _read(path: Path, models: tuple[str, ...]) -> dict[_Owner, _Sensor]:
+def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
     pd = require("pandas", "reads large CSV files in pieces")
-    parts: dict[_Owner, list[_Sensor]] = {}
+    parts: dict[_Owner, list[_Series]] = {}
     with reading(path, f"to hold whole rows of {', '.join(_COLUMNS)}", SOURCE.remedy):
         check_size(path.stat().st_size)
         # The files are too large to be held as text, and `null` is a name here.
         with pd.read_csv(path, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:
             for table in reader:
                 _gather(table, models, parts)
-    return {owner: _ordered(pieces) for owner, pieces in parts.items()}
+    found = {}
+    for owner, pieces in parts.items():
+        time, xyz, label = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
+        pieces.clear()  # which would take as much memory again
+        time, first = np.unique(time, return_index=True)  # in the order of time; of the same time, the first counts
+        found[owner] = time, xyz[first], label[first]
+    return found
 
 
-def _gather(table: "pd.DataFrame", models: tuple[str, ...], parts: dict[_Owner, list[_Sensor]]) -> None:
+def _gather(table: "pd.DataFrame", models: Sequence[str], parts: dict[_Owner, list[_Series]]) -> None:
     """Sort the labelled rows of some models by their owners."""
     # A category is looked up once, not once a row.
     known = {"null": -1, **{name: label for label, name in enumerate(_CLASSES)}}
@@ -219,15 +209,7 @@ def _gather(table: "pd.DataFrame", models: tuple[str, ...], parts: dict[_Owner, 
         parts.setdefault(owner, []).append((rows["Creation_Time"].to_numpy(np.int64), xyz, label))
 
 
-def _ordered(pieces: list[_Sensor]) -> _Sensor:
-    """Join pieces in the order of time; of rows with the same time the first counts."""
-    time, xyz, label = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
-    pieces.clear()
-    time, first = np.unique(time, return_index=True)
-    return time, xyz[first], label[first]
-
-
-def _together(acc: _Sensor, gyro: _Sensor, rate: float) -> list[tuple[NDArray[np.float32], int]]:
+def _on_one_grid(acc: _Series, gyro: _Series) -> list[tuple[NDArray[np.float32], int]]:
     """Both sensors on one grid, and the label, for each stretch in which both have the same one."""
     found = []
     runs, others = (stretches(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
@@ -237,7 +219,7 @@ def _together(acc: _Sensor, gyro: _Sensor, rate: float) -> list[tuple[NDArray[np
         start, stop = max(acc[0][a], gyro[0][c]), min(acc[0][b - 1], gyro[0][d - 1])
         if start <= stop and acc[2][a] == gyro[2][c]:
             # From 0, as nanoseconds since 1970 do not fit into a float.
-            grid = np.arange(int(np.floor((stop - start) * rate / 1e9)) + 1) / rate
+            grid = np.arange(int(np.floor((stop - start) * _RATE / 1e9)) + 1) / _RATE
             columns = [
                 np.interp(grid, (time[first:last] - start) / 1e9, xyz[first:last, axis])
                 for (time, xyz, _), first, last in ((acc, a, b), (gyro, c, d))

@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import check_whole
-from lightning_fcl.data.datasets.measurement import Measurement
+from lightning_fcl.data.datasets.measurement import Measurement, Reach
 from lightning_fcl.errors import one_of, require
 from lightning_fcl.evaluation.files import cache_folder, write_whole
 from lightning_fcl.hub.reading import check_size, ensure, reading
 
 Scale = Literal["imagenet", "channel", "none"]
 FaceScale = Literal["none", "image"]
+
+AXES = ("channel", "height", "width")
 
 # Mean and standard deviation of red, green and blue over ImageNet, as torchvision and timm have them.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -58,8 +60,8 @@ def read_image(
     Args:
         file_format: The only format that is read, by Pillow's name; None: any usual one, of any depth.
         mode: ``"RGB"``: grey becomes three equal channels; ``"L"``: colours become grey, by ITU-R 601-2 luma.
-        shape: Height and width that the image must have, by its header: a wrong one is refused before it takes memory.
-        content: What the file holds, where it lies within another one; None: what is at the path.
+        shape: Height and width that the image must have by its header, before it takes memory.
+        content: What the file holds, where it lies within another one.
     """
     require("PIL.Image", "reads images")
     from PIL import Image, PngImagePlugin
@@ -95,50 +97,28 @@ def faces(
     size: Sequence[int] | None,
     normalize: FaceScale,
 ) -> Arrays:
-    """Grey images of shape (height, width), resized as `stacked` does and scaled one by one, as a data set.
+    """Grey images of shape (height, width) as a data set, resized as `resize_all` does unless ``size`` is None.
 
-    Args:
-        size: Height and width to resize to; None: as they are.
-        normalize: ``"image"`` gives each image a mean of zero and a variance of one, and a constant image zeros;
-            ``"none"`` scales 0..255 to 0..1.
+    ``normalize="image"`` gives each image a mean of zero and a variance of one, and a constant image zeros; ``"none"``
+    scales 0..255 to 0..1.
     """
-    x = np.stack([_scaled(_resized(image, size), normalize)[np.newaxis] for image in images])
-    mean, std = (None, None) if normalize == "image" else ([0.0], [255.0])
-    return Arrays(x, y.astype(np.int64), None, tuple(classes), measurement=measured(x.shape[1:], ("grey",), mean, std))
+    x = []
+    for image in images:
+        pixels = _resized(image, size)
+        if normalize == "none":
+            x.append((pixels / 255).astype(np.float32))
+            continue
+        # In whole numbers up to 255 the mean of a constant image is exact, so that its rest is exactly zero.
+        centred: NDArray[Any] = pixels - pixels.mean(dtype=np.float64)
+        x.append((centred / (math.sqrt(np.square(centred).mean()) or 1.0)).astype(np.float32))
+    stack = np.stack(x)[:, np.newaxis]
+    over: Reach = "data" if normalize == "none" else "sample"
+    scale = {"mean": [0.0], "std": [255.0]} if normalize == "none" else {}
+    measurement = Measurement.of_sensors([("grey", "of 255", 0.0, 255.0)], stack.shape[1:], AXES, None, over, **scale)
+    return Arrays(stack, y.astype(np.int64), None, tuple(classes), measurement=measurement)
 
 
-def _scaled(image: NDArray[np.uint8], normalize: FaceScale) -> NDArray[np.float32]:
-    if normalize == "none":
-        return (image / 255).astype(np.float32)
-    # In whole numbers up to 255 the mean of a constant image is exact, so that its rest is exactly zero.
-    centred: NDArray[Any] = image - image.mean(dtype=np.float64)
-    return (centred / (math.sqrt(np.square(centred).mean()) or 1.0)).astype(np.float32)
-
-
-def measured(
-    shape: tuple[int, ...],
-    channels: tuple[str, ...],
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-    unit: str = "of 255",
-    high: float = 255.0,
-) -> Measurement:
-    """What images measure, of bytes if not told; without a mean and deviation each is scaled by its own."""
-    number = len(channels)
-    return Measurement(
-        shape=shape,
-        axes=("channel", "height", "width"),
-        channels=channels,
-        units=(unit,) * number,
-        low=(0.0,) * number,
-        high=(high,) * number,
-        scaled_over="sample" if mean is None else "data",
-        mean=None if mean is None else tuple(mean),
-        std=None if std is None else tuple(std),
-    )
-
-
-def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
+def resize_all(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
     """Images of shape (height, width, 3) resized by Pillow's antialiased bicubic filter and stacked, channels first."""
     pixels = np.empty((number, 3, size, size), np.uint8)
     for row, image in zip(pixels, images, strict=True):
@@ -146,19 +126,12 @@ def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDAr
     return pixels
 
 
-def stacked_once(
+def resize_all_once(
     files: Sequence[Path], images: Iterable[NDArray[np.uint8]], names: Sequence[str], size: int
 ) -> NDArray[np.uint8]:
-    """`stacked`, of images in files: once resized they lie in the user's cache, until one of the files changes.
+    """`resize_all`, of images in files: once resized they lie in the user's cache, until one of the files changes.
 
-    Args:
-        files: Where the images are.
-        images: As `stacked` has them; not begun where they lie in the cache.
-        names: A name for each image, by which others of the same files are told apart.
-        size: Height and width to resize to.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
+    Each image has one of ``names``, by which others of the same files are told apart.
     """
     told = hashlib.sha256("\n".join(names).encode())
     for path in files:
@@ -168,7 +141,7 @@ def stacked_once(
     kept, shape = cache_folder() / "images" / f"{told.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
     if kept.is_file() and kept.stat().st_size == math.prod(shape):
         return np.fromfile(kept, np.uint8).reshape(shape)
-    pixels = stacked(images, len(names), size)
+    pixels = resize_all(images, len(names), size)
     with suppress(OSError):  # the next time it takes as long
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_whole(kept, pixels.tobytes())
@@ -185,10 +158,9 @@ def photographs(
 ) -> Arrays:
     """Photographs, shape (n, 3, height, width), as a data set: bytes, with the mean and deviation that normalise them.
 
-    Args:
-        normalize: ``"imagenet"`` subtracts the mean of ImageNet's red, green and blue from 0..1 and divides by their
-            deviation; ``"channel"`` takes those of these images, the test set's left out; ``"none"`` leaves 0..1. A
-            channel that is constant is only centred.
+    ``normalize="imagenet"`` subtracts the mean of ImageNet's red, green and blue from 0..1 and divides by their
+    deviation; ``"channel"`` takes those of these images, the test set's left out; ``"none"`` leaves 0..1. A channel
+    that is constant is only centred.
     """
     if normalize == "channel":
         mean, std = _channels(pixels if test is None or test.all() else pixels[~test])
@@ -198,7 +170,8 @@ def photographs(
         mean, std = np.zeros(3), np.full(3, 255.0)
     scale = {name: v.reshape(3, 1, 1).astype(np.float32) for name, v in (("mean", mean), ("std", std))}
     told = {name: values.ravel().tolist() for name, values in scale.items()}
-    measurement = measured(pixels.shape[1:], ("red", "green", "blue"), told["mean"], told["std"])
+    colours = [(name, "of 255", 0.0, 255.0) for name in ("red", "green", "blue")]
+    measurement = Measurement.of_sensors(colours, pixels.shape[1:], AXES, mean=told["mean"], std=told["std"])
     return Arrays(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import check_whole, in_range, numbered, read_npz
+from lightning_fcl.data.datasets.files import check_whole, in_range, numbered_paths, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
@@ -52,9 +52,6 @@ SOURCE = Source(
     f"`lfw/{_NPZ}`",
 )
 
-# Images, labels and the names of these.
-_Faces = tuple[Iterable[NDArray[np.uint8]], NDArray[np.int64], list[str]]
-
 
 def load(
     root: str | Path | None = None,
@@ -70,48 +67,41 @@ def load(
             Pillow's antialiased bicubic filter, so another aspect ratio than 4:3 distorts the faces.
 
     Returns:
-        `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order, as in ``Tony_Blair``.
-        With 35 faces n = 2053 of 24 people.
+        `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order.
     """
     check_faces(size, normalize)
     check_whole("`min_faces`", min_faces, f"{_NPZ_FACES}")
     layout, path = SOURCE.find(root)
-    images, y, classes = (_from_npz if layout == "npz file" else _from_folders)(path, min_faces)
-    return faces(images, y, classes, size, normalize)
+    images: Iterable[NDArray[np.uint8]]
+    if layout == "npz file":
+        if min_faces < _NPZ_FACES:
+            raise ValueError(
+                f"Expected `min_faces` to be at least {_NPZ_FACES}, as {path} has no people with fewer images, but got "
+                f"{min_faces}. Pass {_NPZ_FACES} or more, or run {SOURCE.command} for the original images."
+            )
+        wanted = {"X": ("pixels", ("images", *_NPZ_SHAPE)), "y": ("iu", ("images",)), "names": ("U", ("people",))}
+        arrays = read_npz(path, wanted)
+        owner = arrays["names"][in_range(arrays["y"], len(arrays["names"]) - 1, f"`y` of {path}")]
+        names, kept = _with_enough(owner, min_faces, path)
+        images = arrays["X"][kept]
+    else:
+        people = {
+            one.name: numbered_paths(one, rf"{re.escape(one.name)}_(\d{{4}})\.jpg") for one in sorted(path.glob("*/"))
+        }
+        paths = [image for own in people.values() for image in own]
+        owner = np.repeat(list(people), list(map(len, people.values())))
+        names, kept = _with_enough(owner, min_faces, path)
+        images = (read_image(paths[n], "JPEG", "L", _SHAPE)[_FACE] for n in np.flatnonzero(kept))
+    return faces(images, np.searchsorted(names, owner[kept]), names.tolist(), size, normalize)
 
 
-def _from_folders(folder: Path, min_faces: int) -> _Faces:
-    found = {person.name: numbered(person, rf"{re.escape(person.name)}_(\d{{4}})\.jpg") for person in folder.glob("*/")}
-    chosen = _chosen({name: len(paths) for name, paths in found.items()}, min_faces, folder)
-    images = (read_image(path, "JPEG", "L", _SHAPE)[_FACE] for name in chosen for path in found[name])
-    return images, np.repeat(np.arange(len(chosen)), [len(found[name]) for name in chosen]), chosen
-
-
-def _from_npz(path: Path, min_faces: int) -> _Faces:
-    if min_faces < _NPZ_FACES:
+def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
+    """The people with enough images, in alphabetical order, and which images are theirs."""
+    names, counts = np.unique(owner, return_counts=True)
+    if counts.max() < min_faces:
         raise ValueError(
-            f"Expected `min_faces` to be at least {_NPZ_FACES}, as {path} has no people with fewer images, but got "
-            f"{min_faces}. Pass {_NPZ_FACES} or more, or run {SOURCE.command} for the original images."
+            f"Expected `min_faces` to be at most {counts.max()}, the images of {names[counts.argmax()]}, who has most "
+            f"in {path}, but got {min_faces}. Pass a smaller number."
         )
-    arrays = read_npz(
-        path, {"X": ("pixels", ("images", *_NPZ_SHAPE)), "y": ("iu", ("images",)), "names": ("U", ("people",))}
-    )
-    names = arrays["names"].tolist()
-    label = in_range(arrays["y"], len(names) - 1, f"`y` of {path}")
-    counts = np.bincount(label, minlength=len(names)).tolist()
-    chosen = _chosen(dict(zip(names, counts, strict=True)), min_faces, path)
-    # A label's place among the chosen, -1 for people who are left out.
-    place = np.array([chosen.index(name) if name in chosen else -1 for name in names])
-    y = place[label]
-    return arrays["X"][y >= 0], y[y >= 0], chosen
-
-
-def _chosen(counts: dict[str, int], min_faces: int, path: Path) -> list[str]:
-    names = sorted(name for name, count in counts.items() if count >= min_faces)
-    if not names:
-        most = max(counts, key=lambda name: counts[name])
-        raise ValueError(
-            f"Expected `min_faces` to be at most {counts[most]}, the images of {most}, who has most in {path}, but got "
-            f"{min_faces}. Pass a smaller number."
-        )
-    return names
+    chosen = names[counts >= min_faces]
+    return chosen, np.isin(owner, chosen)

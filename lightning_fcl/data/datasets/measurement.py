@@ -1,5 +1,7 @@
 """How samples were measured, and what makes of a device's own values what networks take."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -10,6 +12,8 @@ from numpy.typing import NDArray
 from lightning_fcl.errors import one_of
 
 Reach = Literal["data", "sample", "person"]
+Sensor = tuple[str, str, float, float]
+"""What a channel measures: its name, its unit, and the least and the largest value that it can have."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +58,41 @@ class Measurement:
                 f'Expected `mean` and `std`, above 0, with `scaled_over="data"` but got {self.mean} and {self.std}.'
             )
 
+    @classmethod
+    def of_sensors(
+        cls,
+        sensors: Sequence[Sensor],
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        rate: float | None = None,
+        scaled_over: Reach = "data",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> Measurement:
+        channels, units, low, high = zip(*sensors, strict=True)
+        scale = (None if values is None else tuple(values) for values in (mean, std))
+        return cls(shape, axes, channels, units, rate, low, high, scaled_over, *scale)
+
     def prepare(self, x: Any, rate: float | None = None, units: Sequence[str] | None = None) -> NDArray[np.float32]:
         """Samples as networks take them, shape (n, ...), from a device's own values.
 
-        Args:
-            x: One sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person.
-            rate: The time steps per second of ``x``, to compare; None: as here.
-            units: The unit of each channel of ``x``, or the one of all, to compare; None: as here.
+        ``x`` is one sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person. Its
+        ``rate``, in time steps per second, and the ``units`` of its channels, or the one of all, are compared.
         """
         values = np.asarray(x)
         if values.dtype.kind not in "biuf":
             raise ValueError(f"Expected `x` to hold numbers but got {values.dtype}. Convert it.")
         values = values[np.newaxis] if values.shape == self.shape else values
-        self._check_shape(values)
-        self._check_told(rate, units)
+        if values.shape[1:] != self.shape or not len(values):
+            raise ValueError(
+                f"Expected `x` of shape {self.shape} ({', '.join(self.axes)}), or (n, ...) of several, but got "
+                f"{values.shape}. Bring its axes into that order."
+            )
+        if rate is not None and self.rate is not None and abs(rate - self.rate) > 1e-3 * self.rate:
+            raise ValueError(f"Expected `rate` to be {self.rate:g} Hz but got {rate:g}. Resample the series.")
+        given = [units] * len(self.units) if isinstance(units, str) else units
+        if given is not None and tuple(given) != self.units:
+            raise ValueError(f"Expected `units` to be {', '.join(self.units)} but got {units}. Convert the values.")
         self._check_values(values)
         if self.scaled_over == "data":
             mean, std = (self._along(part) for part in (self.mean, self.std))
@@ -96,39 +121,20 @@ class Measurement:
         """A value of each channel, of a shape that broadcasts to a sample."""
         return np.array(values).reshape([-1 if axis == "channel" else 1 for axis in self.axes])
 
-    def _check_shape(self, values: NDArray[Any]) -> None:
-        if values.ndim == len(self.shape) + 1 and values.shape[1:] == self.shape and len(values):
-            return
-        last, remedy = values.shape[-len(self.shape) :], "Pass samples of that shape."
-        if last != self.shape and sorted(last) == sorted(self.shape):
-            remedy = f"Bring the axes into the order {', '.join(self.axes)}."
-        raise ValueError(
-            f"Expected `x` of shape {self.shape} ({', '.join(self.axes)}), or (n, ...) of several, but got "
-            f"{values.shape}. {remedy}"
-        )
-
-    def _check_told(self, rate: float | None, units: Sequence[str] | None) -> None:
-        if rate is not None and self.rate is not None and abs(rate - self.rate) > 1e-3 * self.rate:
-            raise ValueError(f"Expected `rate` to be {self.rate:g} Hz but got {rate:g}. Resample the series.")
-        given = [units] * len(self.units) if isinstance(units, str) else units
-        if given is not None and tuple(given) != self.units:
-            raise ValueError(f"Expected `units` to be {', '.join(self.units)} but got {units}. Convert the values.")
-
     def _check_values(self, values: NDArray[Any]) -> None:
         if not np.isfinite(values).all():
             wrong = int((~np.isfinite(values)).sum())
             raise ValueError(f"Expected `x` to be finite but got {wrong} NaN or infinite values. Mend or drop them.")
-        for bounds, beyond, furthest in ((self.low, np.less, np.min), (self.high, np.greater, np.max)):
-            if bounds is None or not (out := beyond(values, self._along(bounds))).any():
-                continue
-            channel = int(np.argwhere(out)[0][1 + self.axes.index("channel")])
-            of = np.take(values, channel, axis=1 + self.axes.index("channel"))
-            low, high = (side[channel] if side is not None else "any" for side in (self.low, self.high))
-            unit = f" {self.units[channel]}" if self.units[channel] else ""
-            raise ValueError(
-                f"Expected `x` to have values of {self.channels[channel]} between {low} and {high}{unit} but got "
-                f"{float(furthest(of))}. Convert it{f' to{unit}' if unit else ''}."
-            )
+        for number, (name, unit) in enumerate(zip(self.channels, self.units, strict=True)):
+            of = np.take(values, number, axis=1 + self.axes.index("channel"))
+            low, high = (bounds[number] if bounds else None for bounds in (self.low, self.high))
+            ends = of.min(), of.max()
+            beyond = [v for v in ends if (low is not None and v < low) or (high is not None and v > high)]
+            if beyond:
+                raise ValueError(
+                    f"Expected `x` to have values of {name} between {low} and {high}{unit and f' {unit}'} but got "
+                    f"{beyond[-1]}. Convert it."
+                )
 
 
 def z_score(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:

@@ -9,33 +9,25 @@ and to test on; Ravi and Larochelle's ``train.csv``, ``val.csv`` and ``test.csv`
 """
 
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, read_lines, read_npz
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked_once
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all_once
 from lightning_fcl.data.datasets.tinyimagenet import first_names, read_words
-from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.source import Layout, Source
 
-_FILES = {"train": "train.csv", "validation": "val.csv", "test": "test.csv"}
+_LISTS = ("train.csv", "val.csv", "test.csv")
 _NEW = ("new_train.csv", "new_val.csv")
 _NPZ = "images.npz"
 _PLACES = ("miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet")
-
-# The classes of Ravi and Larochelle's val.csv and test.csv; train.csv has the others.
-_VALIDATION = """n01855672 n02091244 n02114548 n02138441 n02174001 n02950826 n02971356 n02981792 n03075370 n03417042
-    n03535780 n03584254 n03770439 n03773504 n03980874 n09256479"""
-_TEST = """n01930112 n01981276 n02099601 n02110063 n02110341 n02116738 n02129165 n02219486 n02443484 n02871525
-    n03127925 n03146219 n03272010 n03544143 n03775546 n04146614 n04149813 n04418357 n04522168 n07613480"""
 
 SOURCE = Source(
     name="miniimagenet",
@@ -51,7 +43,7 @@ SOURCE = Source(
     "there",
     layouts=(
         Layout("new lists and images", (*_PLACES, "."), signs=("images/", *_NEW)),
-        Layout("lists and images", (*_PLACES, "."), signs=("images/", "|".join(_FILES.values()))),
+        Layout("lists and images", (*_PLACES, "."), signs=("images/", "|".join(_LISTS))),
         Layout(
             "folders of images", _PLACES, signs=("n*/*.*|*/n*/*.*",), strictly=r"([\w-]+/)?n\d{8}/.+\.[jJ][pP][eE]?[gG]"
         ),
@@ -63,112 +55,50 @@ SOURCE = Source(
 _REMEDY = "Delete this copy and get the files again."
 
 
-@dataclass(frozen=True)
-class _Images:
-    """Images before they are read: the files that hold them, their classes, which are tests, and each one's pixels."""
+def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+    """Load the images of all classes, which are in the order of their WordNet ids.
 
-    files: list[Path]
-    wnids: list[str]
-    test: NDArray[np.bool_] | None
-    pixels: Iterator[NDArray[np.uint8]]
-
-
-def load(
-    root: str | Path | None = None,
-    size: int = 32,
-    normalize: Scale = "imagenet",
-    part: Literal["all", "train", "validation", "test"] = "all",
-) -> Arrays:
-    """Load the images of all classes, or of a part of these.
-
-    The parts have no class in common: they are for learning to learn. A continual stream over all 100 classes, as that
-    of Zuo et al. 2024, takes ``part="all"``, and where the layout tells their 480 training and 120 test images of each
-    class, ``FederatedStream("miniimagenet", split=Split(test="official"))``; elsewhere a fifth does.
-
-    Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
-        size: Height and width in pixels; each image is resized to it by Pillow's antialiased bicubic filter, whatever
-            its aspect ratio, once: after that the pixels lie in the user's cache.
-        normalize: See `lightning_fcl.data.datasets.images.photographs`.
-        part: ``"all"`` classes, or those of one of Ravi and Larochelle's lists: 64 to ``"train"``, 16 for
-            ``"validation"``, 20 to ``"test"``.
-
-    Returns:
-        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` in the order of their WordNet
-        ids, by their first name; `official_test` the 120 of each class where the layout tells them. The complete set
-        has n = 60000.
-
-    Raises:
-        FileNotFoundError: If no layout is found, or a file of it is missing.
-        ValueError: If an argument is unknown or out of range, or if a file is damaged; the message names the file.
-
-    Example:
-        >>> load("a/folder/that/is/missing")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        FileNotFoundError: Expected MiniImageNet below `root` but found nothing in a/folder/that/is/missing. ...
+    ``size`` is height and width in pixels; each image is resized to it, whatever its aspect ratio, once: after that the
+    pixels lie in the user's cache. See `lightning_fcl.data.datasets.images.photographs`. Where the layout tells the 480
+    training and 120 test images of each class of Zuo et al. 2024, these are the official test set.
     """
     check_photographs(size, normalize)
-    one_of(("all", *_FILES), part=part)
     layout, place = SOURCE.find(root)
-    if layout == "lists and images":
-        found = _from_lists(place, [name for key, name in _FILES.items() if part in ("all", key)])
-    elif layout == "new lists and images":
-        found = _from_lists(place, list(_NEW), part, official=True)
+    test = None
+    if layout == "npz file":
+        files, (wnids, test, images) = [place], _from_npz(place)
     else:
-        found = (_from_npz if layout == "npz file" else _from_folders)(place, part)
-    if not found.wnids:
-        raise ValueError(f'Expected {place} to hold images of part "{part}" but it has none. {_REMEDY}')
-    pixels = stacked_once(found.files, found.pixels, found.wnids, size)
-    wnids, y = np.unique(found.wnids, return_inverse=True)
-    return photographs(pixels, y, _names(wnids.tolist()), normalize, found.test)
+        if layout == "new lists and images":
+            train, tests = (_listed(place / name) for name in _NEW)
+            rows, test = [*train, *tests], np.repeat([False, True], [len(train), len(tests)])
+        elif layout == "lists and images":
+            rows = [row for name in _LISTS for row in _listed(place / name)]
+        else:  # for each class one, perhaps below those of the parts
+            found = sorted([*place.glob("n*/*.*"), *place.glob("*/n*/*.*")])
+            own = [path for path in found if re.fullmatch(r"n\d{8}", path.parent.name)]
+            rows = [(path, path.parent.name) for path in own if path.suffix.lower() in (".jpg", ".jpeg")]
+        files, wnids = [path for path, _ in rows], [wnid for _, wnid in rows]
+        images = (read_image(path, "JPEG", "RGB") for path in files)
+    pixels = resize_all_once(files, images, wnids, size)
+    ids, y = np.unique(wnids, return_inverse=True)
+    timm = importlib.util.find_spec("timm")  # has a list of ImageNet's names; to import it would take seconds
+    words = {}
+    if timm and timm.origin:
+        words = read_words(Path(timm.origin).parent / "data" / "_info" / "imagenet_synset_to_lemma.txt")
+    return photographs(pixels, y, first_names(ids.tolist(), words), normalize, test)
 
 
-def _names(wnids: list[str]) -> tuple[str, ...]:
-    """First names of classes by timm's list of ImageNet's; to import timm would take seconds."""
-    timm = importlib.util.find_spec("timm")
-    folder = Path(timm.origin).parent if timm and timm.origin else None
-    words = read_words(folder / "data" / "_info" / "imagenet_synset_to_lemma.txt") if folder else {}
-    return first_names(wnids, words)
-
-
-def _is_of(wnid: str, part: str) -> bool:
-    known = {"validation": _VALIDATION, "test": _TEST}
-    return part in ("all", next((name for name, wnids in known.items() if wnid in wnids), "train"))
-
-
-def _of_files(paths: list[Path], wnids: list[str], test: NDArray[np.bool_] | None = None) -> _Images:
-    return _Images(paths, wnids, test, (read_image(path, "JPEG", "RGB") for path in paths))
-
-
-def _from_lists(folder: Path, names: list[str], part: str = "all", official: bool = False) -> _Images:
-    rows = [(*row, name == _NEW[1]) for name in names for row in _listed(folder / name) if _is_of(row[1], part)]
-    test = np.array([is_test for *_, is_test in rows]) if official else None
-    return _of_files([inside(folder / "images", name) for name, *_ in rows], [wnid for _, wnid, _ in rows], test)
-
-
-def _from_folders(folder: Path, part: str) -> _Images:
-    """One for each class, perhaps below those of the parts."""
-    found = [*folder.glob("n*/*.*"), *folder.glob("*/n*/*.*")]
-    images = [
-        path for path in found if re.fullmatch(r"n\d{8}", path.parent.name) and path.suffix.lower() in (".jpg", ".jpeg")
-    ]
-    chosen = sorted(path for path in images if _is_of(path.parent.name, part))
-    return _of_files(chosen, [path.parent.name for path in chosen])
-
-
-def _from_npz(path: Path, part: str) -> _Images:
-    of_each = ("images",)
-    arrays = read_npz(
-        path,
-        {
-            "webp": ("pixels", ("bytes",)),
-            "offsets": ("iu", ("bounds",)),
-            "y": ("iu", of_each),
-            "train": ("biu", of_each),
-        }
-        | {"files": ("U", of_each), "wnids": ("U", ("classes",))},
-        _REMEDY,
-    )
+def _from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArray[np.uint8]]]:
+    """The classes of the images, which are tests, and the images themselves."""
+    wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {
+        "webp": ("pixels", ("bytes",)),
+        "offsets": ("iu", ("bounds",)),
+        "y": ("iu", ("images",)),
+        "train": ("biu", ("images",)),
+        "files": ("U", ("images",)),
+        "wnids": ("U", ("classes",)),
+    }
+    arrays = read_npz(path, wanted, _REMEDY)
     webp, offsets, wnids = arrays["webp"], arrays["offsets"].astype(np.int64), arrays["wnids"]
     bounds = [0, *offsets[1:-1].tolist(), len(webp)]
     if offsets.tolist() != bounds or len(bounds) != len(arrays["y"]) + 1 or (np.diff(offsets) < 0).any():
@@ -176,19 +106,16 @@ def _from_npz(path: Path, part: str) -> _Images:
             f"Expected `offsets` of {path} to cut the {len(webp)} bytes of `webp` into {len(arrays['y'])} images but "
             f"got {len(offsets)} bounds from {bounds[0]} to {offsets[-1]}. {_REMEDY}"
         )
-    names = wnids[in_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY)]
-    chosen = np.flatnonzero([_is_of(name, part) for name in names])
+    label, files = in_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY), arrays["files"]
     images = (
-        read_image(
-            path / f"{arrays['files'][n]}.webp", "WEBP", "RGB", content=webp[offsets[n] : offsets[n + 1]].tobytes()
-        )
-        for n in chosen
+        read_image(path / f"{name}.webp", "WEBP", "RGB", content=webp[first:last].tobytes())
+        for name, (first, last) in zip(files, itertools.pairwise(offsets), strict=True)
     )
-    return _Images([path], names[chosen].tolist(), ~arrays["train"][chosen].astype(bool), images)
+    return wnids[label].tolist(), ~arrays["train"].astype(bool), images
 
 
-def _listed(path: Path) -> list[tuple[str, str]]:
-    """The images that a list names and their classes; its first line is the heading."""
+def _listed(path: Path) -> list[tuple[Path, str]]:
+    """The images that a list names, and their classes; its first line is the heading."""
     heading, *rest = read_lines(path, _REMEDY)
     if heading.split(",") != ["filename", "label"] or not rest:
         raise ValueError(
@@ -203,5 +130,5 @@ def _listed(path: Path) -> list[tuple[str, str]]:
                 f"Expected line {number} of {path} to name an image and its class, as in "
                 f"`n0153282900000005.jpg,n01532829`, but got {line[:60]!r}. {_REMEDY}"
             )
-        rows.append((name, wnid))
+        rows.append((inside(path.parent / "images", name), wnid))
     return rows

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
+from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
@@ -53,7 +52,6 @@ def load(
 
     Returns:
         `x` of shape (n, 1, height, width), person by person; `classes` the original folders ``s1``, ``s2`` and so on.
-        The complete set has n = 400 of 40 people.
     """
     check_faces(_SHAPE if size is None else size, normalize)
     layout, path = SOURCE.find(root)
@@ -61,22 +59,17 @@ def load(
         arrays = read_npz(path, {"X": ("pixels", ("images", *_SHAPE)), "y": ("iu", ("images",))})
         pixels, number = arrays["X"], in_range(arrays["y"], _PEOPLE - 1, f"`y` of {path}") + 1
     else:
-        pixels, number = _from_folders(path)
+        folders = {
+            int(one.name[1:]): numbered_paths(one, r"([1-9]\d?)\.pgm") for one in numbered_paths(path, r"s([1-9]\d?)")
+        }
+        pixels = np.stack([read_image(file, "PPM", "L", _SHAPE) for own in folders.values() for file in own])
+        number = np.repeat(list(folders), [len(own) for own in folders.values()])
     people, y = np.unique(number, return_inverse=True)
-    images = pixels if size is None else [_middle(image, size) for image in pixels]
-    return faces(images, y, [f"s{person}" for person in people], size, normalize)
-
-
-def _middle(image: NDArray[np.uint8], size: Sequence[int]) -> NDArray[np.uint8]:
-    """The largest middle part of a size's aspect ratio; of an odd number of lines, one more is cut off at the end."""
-    height, width = image.shape
-    scale = min(height / size[0], width / size[1])
-    kept = [max(1, round(scale * wanted)) for wanted in size]
-    top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
-    return image[top : top + kept[0], left : left + kept[1]]
-
-
-def _from_folders(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    found = {int(person.name[1:]): numbered(person, r"([1-9]\d?)\.pgm") for person in numbered(folder, r"s([1-9]\d?)")}
-    pixels = [read_image(path, "PPM", "L", _SHAPE) for own in found.values() for path in own]
-    return np.stack(pixels), np.repeat(list(found), [len(own) for own in found.values()])
+    if size is None:
+        return faces(pixels, y, [f"s{person}" for person in people], None, normalize)
+    # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
+    scale = min(_SHAPE[0] / size[0], _SHAPE[1] / size[1])
+    height, width = (max(1, round(scale * wanted)) for wanted in size)
+    top, left = (_SHAPE[0] - height) // 2, (_SHAPE[1] - width) // 2
+    middle = pixels[:, top : top + height, left : left + width]
+    return faces(middle, y, [f"s{person}" for person in people], size, normalize)

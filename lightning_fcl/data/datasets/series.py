@@ -1,4 +1,4 @@
-"""Time series to samples: chunks inside stretches of one label, and z-scores per owner, with or without the future."""
+"""Time series to samples: chunks inside stretches of one label, scaled for each owner."""
 
 import itertools
 import warnings
@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import check_whole, read_npz
-from lightning_fcl.data.datasets.measurement import Measurement, scaled, z_score
+from lightning_fcl.data.datasets.measurement import Measurement, Sensor, z_score
 from lightning_fcl.errors import one_of
-from lightning_fcl.hub.reading import AGAIN
 
-Scale = Literal["user", "causal", "none"]
-Sensor = tuple[str, str, float, float]  # a feature: its name, unit, least and largest value
+Scale = Literal["user", "none"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +24,7 @@ class Recording:
 
     client: str | int
     stretches: Sequence[tuple[NDArray[np.float32], int]]
-    name: str = ""
+    name: str
     group: int | None = None
 
 
@@ -36,12 +34,14 @@ def chunked(
     normalize: Scale,
     classes: tuple[str, ...],
     path: Path,
-    longest: str = "stretch",
+    longest: str,
     remedy: str = "Pass a smaller one.",
-    sensors: Sequence[Sensor] = (),
-    rate: float | None = None,
 ) -> Arrays:
-    """Recordings in chunks, shape ``(n, chunk, features)``, each inside one stretch; incomplete rests are dropped."""
+    """Recordings in chunks, shape ``(n, chunk, features)``, each inside one stretch; incomplete rests are dropped.
+
+    ``normalize="user"`` is the z-score of each feature over all chunks of a recording, so every value depends on what
+    comes later, too; a feature that does not vary is only centred. ``"none"`` leaves the units.
+    """
     x: list[NDArray[np.float32]] = []
     y: list[int] = []
     owners: list[tuple[str | int, int | None]] = []
@@ -52,8 +52,9 @@ def chunked(
         if not sum(map(len, cut)):
             warnings.warn(f"There is no chunk of {chunk} steps of {recording.name} in {path}.", stacklevel=3)
             continue
-        x.append(normalized(np.concatenate(cut), normalize))
-        y += [label for (_, label), own in zip(recording.stretches, cut, strict=True) for _ in own]
+        own = np.concatenate(cut)
+        x.append(z_score(own, (0, 1)) if normalize == "user" else own)
+        y += [label for (_, label), chunks in zip(recording.stretches, cut, strict=True) for _ in chunks]
         owners.append((recording.client, recording.group))
     if not x:
         raise ValueError(
@@ -61,44 +62,34 @@ def chunked(
             f"{chunk}. {remedy}"
         )
     (clients, groups), number = zip(*owners, strict=True), list(map(len, x))
-    return Arrays(
-        x=np.concatenate(x),
-        y=np.array(y, np.int64),
-        client=np.repeat(clients, number),
-        classes=classes,
-        group=None if groups[0] is None else np.repeat(groups, number),
-        measurement=measurement(chunk, normalize, sensors, rate),
-    )
+    group = None if groups[0] is None else np.repeat(groups, number)
+    return Arrays(np.concatenate(x), np.array(y, np.int64), np.repeat(clients, number), classes, group=group)
 
 
-def measurement(chunk: int, normalize: Scale, sensors: Sequence[Sensor], rate: float | None) -> Measurement | None:
-    """What the chunks of some sensors measure; None where that cannot be told for one person's chunks alone."""
-    if not sensors or normalize == "causal":  # which one chunk does not tell
+def measured_series(chunk: int, normalize: Scale, sensors: Sequence[Sensor], rate: float | None) -> Measurement | None:
+    """What the chunks of some sensors measure; None where no sensors are named."""
+    if not sensors:
         return None
-    channels, units, low, high = zip(*sensors, strict=True)
     shape, axes = (chunk, len(sensors)), ("time", "channel")
     if normalize == "user":
-        return Measurement(shape, axes, channels, units, rate, low, high, "person")
-    ones = (1.0,) * len(sensors)
-    return Measurement(shape, axes, channels, units, rate, low, high, "data", (0.0,) * len(sensors), ones)
+        return Measurement.of_sensors(sensors, shape, axes, rate, "person")
+    return Measurement.of_sensors(sensors, shape, axes, rate, mean=[0.0] * len(sensors), std=[1.0] * len(sensors))
 
 
 def read_windows(
-    path: Path, chunk: int, shape: tuple[int, int], columns: Mapping[str, str], remedy: str = AGAIN
+    path: Path, chunk: int, shape: tuple[int, int], columns: Mapping[str, str], remedy: str
 ) -> dict[str, NDArray[Any]]:
     """The arrays of an npz file of windows that can be cut into chunks, ``X`` of shape (n, steps, features), float32.
 
-    Args:
-        shape: Number of features and of steps.
-        columns: Kinds of dtype of further arrays of shape (n,), see `read_npz`.
+    ``shape`` is the numbers of features and of steps; ``columns`` the kinds of dtype of further arrays of shape (n,).
     """
     if shape[1] % chunk:
         raise ValueError(
             f"Expected `chunk` to divide {shape[1]}, the time steps of a window in {path}, but got {chunk}. Pass, for "
             "example, 32, or use a layout with whole recordings."
         )
-    more = {name: (kinds, ("n",)) for name, kinds in columns.items()}
-    arrays = read_npz(path, {"X": ("f", ("n", *shape)), "y": ("iu", ("n",)), **more}, remedy)
+    wanted = {name: (kinds, ("n",)) for name, kinds in {"y": "iu", **columns}.items()}
+    arrays = read_npz(path, {"X": ("f", ("n", *shape)), **wanted}, remedy)
     return {**arrays, "X": arrays["X"].transpose(0, 2, 1).astype(np.float32)}
 
 
@@ -115,42 +106,6 @@ def stretches(labels: NDArray[np.int64], gaps: NDArray[np.bool_] | None = None) 
     return [(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start and labels[start] >= 0]
 
 
-def normalized(x: NDArray[np.float32], how: Scale) -> NDArray[np.float32]:
-    """The chunks of one owner in time order, shape ``(n, chunk, features)``, scaled feature by feature.
-
-    Args:
-        how: ``"user"`` is the z-score over all chunks, so every value depends on the future too. ``"causal"`` scales a
-            chunk with mean and standard deviation of the chunks before it; the first chunk has no past and is scaled
-            with its own. ``"none"`` leaves the units. A feature that does not vary (in ``"causal"``: that has not
-            varied so far) is only centred.
-    """
-    if how == "none" or len(x) == 0:
-        return x
-    if how == "user":
-        return z_score(x, (0, 1))
-    mean, std, low, high = (values[:, np.newaxis] for values in _past(x))
-    return scaled(x, mean, np.where(low == high, 1.0, std))
-
-
-def _past(x: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:
-    """Mean, standard deviation, minimum and maximum of the chunks before each chunk, shape ``(n, features)`` each."""
-    steps = x.shape[1] * np.maximum(np.arange(len(x)), 1)[:, np.newaxis]
-    # Around the owner's first value: sums of squares around zero lose the variance of a feature with a large mean.
-    shifted = x.astype(np.float64) - x[0, 0].astype(np.float64)
-    mean = _before(np.cumsum(shifted.sum(axis=1), axis=0)) / steps
-    variance = _before(np.cumsum(np.square(shifted).sum(axis=1), axis=0)) / steps - np.square(mean)
-    low = _before(np.minimum.accumulate(x.min(axis=1), axis=0))
-    high = _before(np.maximum.accumulate(x.max(axis=1), axis=0))
-    # What rounding leaves of a variance may be zero or negative though the feature varies; its range bounds it below.
-    floor = (high.astype(np.float64) - low) / np.sqrt(2.0 * steps)
-    return mean + x[0, 0], np.maximum(np.sqrt(np.maximum(variance, 0)), floor), low, high
-
-
-def _before(totals: NDArray[Any]) -> NDArray[Any]:
-    """Shift running totals by one chunk; the first chunk keeps its own."""
-    return np.concatenate([totals[:1], totals[:-1]])
-
-
 def check_options(chunk: int, normalize: str) -> None:
     check_whole("`chunk`, the time steps,", chunk, "32")
-    one_of(("user", "causal", "none"), normalize=normalize)
+    one_of(("user", "none"), normalize=normalize)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range, numbered, read_lines, read_npz
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
+from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_lines, read_npz
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.reading import reading
 from lightning_fcl.hub.source import Layout, Source
@@ -43,9 +43,6 @@ SOURCE = Source(
     holds=f"`tiny-imagenet-200` or `tinyimagenet32/{_NPZ}`",
 )
 
-_SHAPE = (64, 64)
-_NPZ_SHAPE = (32, 32, 3)
-
 # Pixels, labels, which of them are tests, and the names of the labels.
 _Photographs = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]
 
@@ -53,13 +50,8 @@ _Photographs = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_], tu
 def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
     """Load all images that have labels: the training images class by class, then the publishers' validation set.
 
-    Args:
-        size: Height and width in pixels, such as 32 or the original 64; other sizes than the file's are made by
-            Pillow's antialiased bicubic filter.
-
-    Returns:
-        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` in the order of their WordNet
-        ids; `official_test` the validation set. The complete set has n = 110000, the npz file 17000.
+    ``size`` is height and width in pixels; see `lightning_fcl.data.datasets.images.photographs`. The classes are in
+    the order of their WordNet ids. The complete set has 110000 images, shape (n, 3, size, size), the npz file 17000.
     """
     check_photographs(size, normalize)
     layout, path = SOURCE.find(root)
@@ -70,7 +62,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
 def _from_folder(folder: Path, size: int) -> _Photographs:
     wnids = sorted(set(read_lines(folder / "wnids.txt", SOURCE.remedy)))
     folders = [inside(folder / "train", wnid, "images") for wnid in wnids]
-    train = [numbered(one, r"n\d+_(\d+)\.JPEG") for one in folders]
+    train = [numbered_paths(one, r"n\d+_(\d+)\.JPEG") for one in folders]
     most = max(len(images) for images in train)
     for one, images in zip(folders, train, strict=True):
         if not images or len(images) < most:
@@ -78,20 +70,16 @@ def _from_folder(folder: Path, size: int) -> _Photographs:
                 f"Expected {one} to hold {most or 500} images, as the other classes do, but got {len(images)}: the "
                 f"archive is not wholly unpacked. {SOURCE.remedy}"
             )
-    test, labels = _annotated(folder, wnids)
-    paths = [*(path for images in train for path in images), *test]
-    pixels = stacked((read_image(path, "JPEG", "RGB", _SHAPE) for path in paths), len(paths), size)
-    y = np.concatenate([np.repeat(np.arange(len(wnids)), most), labels])
-    return pixels, y, np.arange(len(paths)) >= most * len(wnids), first_names(wnids, read_words(folder / "words.txt"))
-
-
-def _annotated(folder: Path, wnids: list[str]) -> tuple[list[Path], list[int]]:
-    """The validation images and their labels, in the order of the annotations: file, class, and the object's box."""
     path = folder / "val" / "val_annotations.txt"
     lines = read_lines(path, SOURCE.remedy)
     with reading(path, "to name images and their classes", SOURCE.remedy):
-        rows = [line.split("\t") for line in lines]
-        return [inside(folder / "val" / "images", name) for name, *_ in rows], [wnids.index(row[1]) for row in rows]
+        rows = [line.split("\t") for line in lines]  # file, class, and the object's box
+        test = [inside(folder / "val" / "images", name) for name, *_ in rows]
+        labels = [wnids.index(row[1]) for row in rows]
+    paths = [*(path for images in train for path in images), *test]
+    pixels = resize_all((read_image(path, "JPEG", "RGB", (64, 64)) for path in paths), len(paths), size)
+    y = np.concatenate([np.repeat(np.arange(len(wnids)), most), labels])
+    return pixels, y, np.arange(len(paths)) >= most * len(wnids), first_names(wnids, read_words(folder / "words.txt"))
 
 
 def read_words(path: Path) -> dict[str, str]:
@@ -109,13 +97,13 @@ def first_names(wnids: Sequence[str], words: Mapping[str, str]) -> tuple[str, ..
 
 
 def _from_npz(path: Path, size: int) -> _Photographs:
-    parts = ("train", "val")
     wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {"wnids": ("U", ("classes",)), "names": ("U", ("classes",))}
-    for part in parts:
-        wanted |= {f"X_{part}": ("pixels", (f"{part} images", *_NPZ_SHAPE)), f"y_{part}": ("iu", (f"{part} images",))}
+    for part in ("train", "val"):
+        wanted |= {f"X_{part}": ("pixels", (f"{part} images", 32, 32, 3)), f"y_{part}": ("iu", (f"{part} images",))}
     arrays = read_npz(path, wanted, SOURCE.remedy)
-    wnids = arrays["wnids"].tolist()
-    labels = [in_range(arrays[f"y_{part}"], len(wnids) - 1, f"`y_{part}` of {path}", SOURCE.remedy) for part in parts]
-    y, test = np.concatenate(labels), np.repeat([False, True], [len(part) for part in labels])
-    pixels = stacked((image for part in parts for image in arrays[f"X_{part}"]), len(y), size)
-    return pixels, y, test, first_names(wnids, dict(zip(wnids, arrays["names"].tolist(), strict=True)))
+    wnids, names = arrays["wnids"].tolist(), arrays["names"].tolist()
+    y = np.concatenate([arrays["y_train"], arrays["y_val"]])
+    y = in_range(y, len(wnids) - 1, f"labels of {path}", SOURCE.remedy)
+    pixels = resize_all((image for part in ("train", "val") for image in arrays[f"X_{part}"]), len(y), size)
+    classes = first_names(wnids, dict(zip(wnids, names, strict=True)))
+    return pixels, y, np.arange(len(y)) >= len(arrays["y_train"]), classes

@@ -1,18 +1,12 @@
 """WESAD: baseline, stress, amusement and meditation of 15 people, with a sensor at the chest and one at the wrist.
 
-Schmidt et al. 2018, "Introducing WESAD, a multimodal dataset for wearable stress and affect detection", ICMI. Four
-layouts are read, in this order: the publishers' synchronised pickles ``S2/S2.pkl``, their wrist recordings
-``S2/S2_E4_Data/*.csv``, and two of the wrist only, ``wesad_wrist/streams/S2.npz`` and ``wesad_wrist/windows_10s.npz``.
-
-In the wrist's CSV layout nothing synchronises wrist and chest but the clocks of the two devices, which are only as good
-as their setting (two seconds off for S2), and of which one tells local time: their difference is taken modulo whole
-hours, the wrist device having been started first. The pickles are synchronised by the publishers; prefer them.
+Schmidt et al. 2018, "Introducing WESAD, a multimodal dataset for wearable stress and affect detection", ICMI. Three
+layouts are read, in this order: the publishers' synchronised pickles ``S2/S2.pkl``, and two of the wrist only,
+``wesad_wrist/streams/S2.npz`` and ``wesad_wrist/windows_10s.npz``.
 """
 
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,22 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import numbered, read_lines, read_npz
-from lightning_fcl.data.datasets.pickles import read_pickle
+from lightning_fcl.data.datasets.files import numbered_paths, read_npz
+from lightning_fcl.data.datasets.measurement import Sensor
+from lightning_fcl.data.datasets.pickles import pickled_array, read_pickle
 from lightning_fcl.data.datasets.series import (
     Recording,
     Scale,
-    Sensor,
     check_options,
     chunked,
+    measured_series,
     read_windows,
     stretches,
 )
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.reading import ensure, reading
 from lightning_fcl.hub.source import Layout, Source
-
-_PLACES = ("wesad/WESAD", "WESAD", "wesad", ".")
 
 SOURCE = Source(
     name="wesad",
@@ -48,8 +41,7 @@ SOURCE = Source(
     by_hand="Download the archive by hand from {url} and unpack it to {root}/wesad, so that "
     "{root}/wesad/WESAD/S2/S2.pkl is there",
     layouts=(
-        Layout("pickles", _PLACES, signs=("S*/S*.pkl",), strictly=r"S\d{1,3}/.*"),
-        Layout("wrist CSV files", _PLACES, signs=("S*/S*_E4_Data/*.csv",), strictly=r"S\d{1,3}/.*"),
+        Layout("pickles", ("wesad/WESAD", "WESAD", "wesad", "."), signs=("S*/S*.pkl",), strictly=r"S\d{1,3}/.*"),
         Layout("wrist streams", ("wesad_wrist/streams", "streams"), signs=("S*.npz",), strictly=r"S\d{1,3}\.npz"),
         Layout("wrist windows", ("wesad_wrist/windows_10s.npz", "windows_10s.npz")),
     ),
@@ -57,11 +49,14 @@ SOURCE = Source(
 )
 
 _CLASSES = ("baseline", "stress", "amusement", "meditation")
-_CONDITIONS = {"Base": 0, "TSST": 1, "Fun": 2, "Medi 1": 3, "Medi 2": 3}
-# Samples per second of the wristband, an Empatica E4; its acceleration has three axes, in 1/64 g.
-_WRIST = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
-_WRIST_AXES = {"ACC": 3, "BVP": 1, "EDA": 1, "TEMP": 1}
+# Samples per second of the wristband, an Empatica E4, and the numbers of each signal; its acceleration is in 1/64 g.
+_WRIST_RATES = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
+_WRIST = {"ACC": 3, "BVP": 1, "EDA": 1, "TEMP": 1}
 _CHEST = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
+_RATE = {"wrist": 32, "chest": 700}
+_WINDOW = 320
+_STREAM = {"acc": ("iuf", ("a", 3)), "bvp": ("f", ("b",)), "eda": ("f", ("e",)), "temp": ("f", ("t",))}
+_STREAM |= {"label32": ("iu", ("l",))}
 # What each feature is, in which unit, and what the devices can tell.
 _AXES = tuple((f"acceleration {axis}", "g", -16.0, 16.0) for axis in "xyz")
 _SENSORS: dict[str, tuple[Sensor, ...]] = {
@@ -80,14 +75,6 @@ _SENSORS: dict[str, tuple[Sensor, ...]] = {
         ("respiration", "per cent", -50.0, 50.0),
     ),
 }
-_RATE = {"wrist": 32.0, "chest": 700.0}
-_WINDOW = 320
-# The publishers' labels leave out the first and last seconds of every condition of the protocol.
-_MARGIN = 10.0
-
-_MISSING = "Unpack the publishers' archive, and the zip files in it."
-
-_Series = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 def load(
@@ -107,7 +94,7 @@ def load(
             pulse is the mean of two samples, the slow signals hold their last value. ``"chest"``: acceleration xyz,
             ECG, EMG, skin conductance, temperature, respiration at 700 Hz, in the pickles only.
         chunk: Time steps per chunk. It must divide 320 for ``windows_10s.npz``.
-        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.series.normalized`; the papers' is
+        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.series.chunked`; the papers' is
             ``"user"``.
 
     Returns:
@@ -122,8 +109,8 @@ def load(
             "pickles hold (S2/S2.pkl and so on). Get these, or pass device='wrist'."
         )
     recordings = _windows(path, chunk) if layout == "wrist windows" else _recordings(layout, path, device)
-    sensors = {"sensors": _SENSORS[device], "rate": _RATE[device]}
-    return chunked(recordings, chunk, normalize, _CLASSES, path, "condition", **sensors)  # type: ignore[arg-type]
+    data = chunked(recordings, chunk, normalize, _CLASSES, path, "condition")
+    return replace(data, measurement=measured_series(chunk, normalize, _SENSORS[device], float(_RATE[device])))
 
 
 def _windows(path: Path, chunk: int) -> Iterator[Recording]:
@@ -135,145 +122,46 @@ def _windows(path: Path, chunk: int) -> Iterator[Recording]:
         yield Recording(one, list(zip(x[own], y[own].tolist(), strict=True)), f"subject {one}")
 
 
-def _recordings(layout: str, path: Path, device: str) -> Iterator[Recording]:
-    readers: dict[str, Callable[[Path], _Series]] = {
-        "pickles": partial(_from_pickle, device=device),
-        "wrist CSV files": _from_csv,
-        "wrist streams": _from_stream,
-    }
-    for entry in numbered(path, r"S(\d{1,3})(?:\.npz)?"):
-        x, labels = readers[layout](entry)
-        if not np.isfinite(x).all():
-            step = np.flatnonzero(~np.isfinite(x).all(axis=1))[0]
-            raise ValueError(
-                f"Expected {entry} to hold finite signals but got {x[step]} at step {step}. {SOURCE.remedy}"
-            )
-        parts = [(x[start:stop], int(labels[start])) for start, stop in stretches(labels)]
+def _recordings(layout: str, folder: Path, device: str) -> Iterator[Recording]:
+    widths = _CHEST if device == "chest" else _WRIST
+    for entry in numbered_paths(folder, r"S(\d{1,3})(?:\.npz)?"):
+        path = entry / f"{entry.name}.pkl" if layout == "pickles" else entry
+        content = read_pickle(path, SOURCE.remedy) if layout == "pickles" else read_npz(path, _STREAM, SOURCE.remedy)
+        with reading(path, f"to hold the {device}'s signals with their labels", SOURCE.remedy):
+            if layout == "pickles":
+                signals = {name: pickled_array(content["signal"][device][name]) for name in widths}
+                label, rate = pickled_array(content["label"]), 700
+            else:
+                signals = {name: content[name.lower()].reshape(-1, width) for name, width in widths.items()}
+                label, rate = content["label32"], 32
+            for name, signal in signals.items():
+                fits = signal.dtype.kind in "iuf" and signal.shape[1:] == (widths[name],)
+                ensure(
+                    fits, f"`{name}` of {signal.dtype} and shape {signal.shape}, not {widths[name]} numbers a sample"
+                )
+            ensure(label.ndim == 1 and label.dtype.kind in "iu", f"labels of {label.dtype} and shape {label.shape}")
+            ensure(np.isin(label, range(8)).all(), "labels beyond 0 to 7")
+            if device == "chest":
+                ensure({len(signal) for signal in signals.values()} == {len(label)}, "not a row for each label")
+                x = np.concatenate([signal.astype(np.float32) for signal in signals.values()], axis=1)
+            else:
+                x, label = _at_32_hz(signals, label, rate)
+            ensure(np.isfinite(x).all(), "values that are not finite")
+        label = np.where((label >= 1) & (label <= 4), label.astype(np.int64) - 1, -1)  # the others are left out
+        parts = [(x[start:stop], int(label[start])) for start, stop in stretches(label)]
         yield Recording(int(entry.stem[1:]), parts, f"subject {entry.stem[1:]}")
 
 
-def _from_pickle(folder: Path, device: str) -> _Series:
-    path = folder / f"{folder.name}.pkl"
-    content = read_pickle(path, SOURCE.remedy)
-    with reading(path, f"to hold the {device}'s signals with their labels", SOURCE.remedy):
-        label = _numbered(np.asarray(content["label"]))
-        widths = _CHEST if device == "chest" else _WRIST_AXES
-        columns = {name: np.asarray(content["signal"][device][name]) for name in widths}
-        if device == "chest":
-            _check_signals(columns, widths)
-            ensure({len(column) for column in columns.values()} == {len(label)}, "not a row for each label")
-            return np.concatenate([column.astype(np.float32) for column in columns.values()], axis=1), label
-        x = _at_32_hz(columns)
-        # The label at the time of each wrist sample: 700 Hz against 32 Hz.
-        at = np.arange(len(x)) * 175 // 8
-        at = at[at < len(label)]
-        _check_together({"label": len(label) / 700, "signals": len(x) / 32})
-        return x[: len(at)], label[at]
-
-
-def _from_stream(path: Path) -> _Series:
-    free = {"acc": ("iuf", ("a", 3)), "bvp": ("f", ("b",)), "eda": ("f", ("e",)), "temp": ("f", ("t",))}
-    arrays = read_npz(path, {**free, "label32": ("iu", ("l",))})
-    with reading(path, "to hold the wrist's signals with their labels"):
-        x = _at_32_hz({name.upper(): arrays[name].reshape(len(arrays[name]), -1) for name in free})
-        label = _numbered(arrays["label32"])
-        _check_together({"label32": len(label) / 32, "signals": len(x) / 32})
-    n = min(len(x), len(label))
-    return x[:n], label[:n]
-
-
-def _from_csv(folder: Path) -> _Series:
-    x, start = _read_recording(folder / f"{folder.name}_E4_Data")
-    offset = (_chest_start(folder / f"{folder.name}_respiban.txt") - start) % 3600
-    labels = np.full(len(x), -1)
-    for label, first, last in _protocol(folder / f"{folder.name}_quest.csv"):
-        a, b = (round((offset + second) * 32) for second in (first + _MARGIN, last - _MARGIN))
-        if b > len(x):
-            raise ValueError(
-                f"Expected the wrist signals of {folder} to last until {_CLASSES[label]!r} ends, in second "
-                f"{offset + last:.0f}, but got {len(x) / 32:.0f} seconds: a file is truncated. {SOURCE.remedy}"
-            )
-        labels[a:b] = label
-    return x, labels
-
-
-def _numbered(label: NDArray[Any]) -> NDArray[np.int64]:
-    """Labels from 0, the conditions that are left out as -1."""
-    ensure(label.ndim == 1 and label.dtype.kind in "iu", f"labels of {label.dtype} and shape {label.shape}")
-    ensure(not len(label) or (label.min() >= 0 and label.max() <= 7), "labels beyond 0 to 7")
-    return np.where((label >= 1) & (label <= 4), label.astype(np.int64) - 1, -1)
-
-
-def _protocol(path: Path) -> list[tuple[int, float, float]]:
-    """Label, start and end of each condition, in seconds since the start of the chest device."""
-    lines = read_lines(path, _MISSING, errors="replace")
-    with reading(path, f"to give start and end of {', '.join(_CONDITIONS)}", SOURCE.remedy):
-        rows: dict[str, list[str]] = {}
-        for line in lines:
-            key, *values = (field.strip() for field in line.split(";"))
-            rows.setdefault(key.lstrip("# "), values)
-        named = zip(rows["ORDER"], rows["START"], rows["END"], strict=False)
-        found = [(_CONDITIONS[name], _seconds(a), _seconds(b)) for name, a, b in named if name in _CONDITIONS]
-        ensure(len(found) >= len(_CONDITIONS), f"{len(found)} of them")
-        ensure(all(last - first > 2 * _MARGIN for _, first, last in found), f"{found}")
-    return found
-
-
-def _seconds(text: str) -> float:
-    # Minutes and seconds, written as if it were a decimal fraction: 50.3 is 50 min 30 s.
-    match = re.fullmatch(r"(\d{1,4})(?:\.(\d{1,2}))?", text)
-    seconds = int((match[2] or "").ljust(2, "0")) if match else 60
-    ensure(seconds < 60, f"{text!r}, which is no time in minutes.seconds")
-    return 60.0 * int(text.partition(".")[0]) + seconds
-
-
-def _chest_start(path: Path) -> float:
-    """Start of the chest device in seconds since a full hour of its clock."""
-    head = read_lines(path, _MISSING, at_most=5, errors="replace")
-    with reading(path, "to begin with a header that gives the start as `time`", SOURCE.remedy):
-        header = json.loads(next((line for line in head if line.startswith("# {")), "")[1:])
-        _, minutes, seconds = next(iter(header.values()))["time"].split(":")
-        return 60.0 * int(minutes) + float(seconds)
-
-
-def _read_recording(folder: Path) -> tuple[NDArray[np.float32], float]:
-    """The signals at 32 Hz and their start, of CSV files of a start (seconds since 1970), a rate and samples.
-
-    It starts with the last signal to start and ends with the first to end: the device does not stop them together.
-    """
-    starts, signals = {}, {}
-    for name, rate in _WRIST.items():
-        path = folder / f"{name}.csv"
-        lines = read_lines(path, _MISSING, errors="replace")
-        with reading(path, f"to hold a start, the rate {rate} and samples of {_WRIST_AXES[name]}", SOURCE.remedy):
-            table = np.loadtxt(lines, delimiter=",", ndmin=2)
-            sound = len(table) >= 3 and (table[1] == rate).all() and np.isfinite(table[0]).all()
-            ensure(sound, f"{len(table)} lines, first {table[:2].tolist()}")
-            _check_signals({name: table}, _WRIST_AXES)
-        starts[name], signals[name] = float(table[0, 0]), table[2:]
-    start = max(starts.values())
-    late = {name: signal[round((start - starts[name]) * _WRIST[name]) :] for name, signal in signals.items()}
-    return _at_32_hz(late, tolerance=np.inf), start
-
-
-def _at_32_hz(signals: Mapping[str, NDArray[Any]], tolerance: float = 1.0) -> NDArray[np.float32]:
-    """Acceleration in g, pulse, skin conductance and temperature, shape (t, 6), cut to the shortest of them."""
-    _check_signals(signals, _WRIST_AXES)
-    _check_together({name: len(signals[name]) / rate for name, rate in _WRIST.items()}, tolerance)
+def _at_32_hz(
+    signals: Mapping[str, NDArray[Any]], label: NDArray[Any], rate: int
+) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """Acceleration in g, pulse, skin conductance and temperature, shape (t, 6), and the label at each time."""
+    seconds = {name: len(signals[name]) / own for name, own in _WRIST_RATES.items()} | {"label": len(label) / rate}
+    told = ", ".join(f"{length:.1f} s of `{name}`" for name, length in seconds.items())
+    ensure(max(seconds.values()) - min(seconds.values()) <= 1, f"{told}, as if truncated")
     acc, bvp, eda, temp = (signals[name].astype(np.float32) for name in _WRIST)
     pulse = bvp[: len(bvp) // 2 * 2].reshape(-1, 2).mean(axis=1, keepdims=True)
     columns = [acc / 64, pulse, np.repeat(eda, 8, axis=0), np.repeat(temp, 8, axis=0)]
-    n = min(map(len, columns))
-    return np.concatenate([column[:n] for column in columns], axis=1)
-
-
-def _check_signals(signals: Mapping[str, NDArray[Any]], widths: Mapping[str, int]) -> None:
-    for name, signal in signals.items():
-        fits = signal.dtype.kind in "iuf" and signal.shape[1:] == (widths[name],)
-        ensure(fits, f"`{name}` of {signal.dtype} and shape {signal.shape}, not {widths[name]} numbers a sample")
-
-
-def _check_together(seconds: Mapping[str, float], tolerance: float = 1.0) -> None:
-    """Refuse signals whose durations, in seconds, differ by more than a tolerance."""
-    fits = max(seconds.values()) - min(seconds.values()) <= tolerance
-    ensure(fits, f"{', '.join(f'{length:.1f} s of `{name}`' for name, length in seconds.items())}, as if truncated")
+    at = np.arange(min(map(len, columns))) * rate // 32
+    at = at[at < len(label)]
+    return np.concatenate([column[: len(at)] for column in columns], axis=1), label[at]

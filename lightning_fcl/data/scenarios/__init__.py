@@ -4,6 +4,7 @@ from lightning_fcl.data.scenarios.fedvit import FedViTScenario as FedViTScenario
 from lightning_fcl.data.scenarios.flwf import FLwFScenario as FLwFScenario
 from lightning_fcl.data.scenarios.incremental import ClassIncremental as ClassIncremental
 from lightning_fcl.data.scenarios.incremental import DomainIncremental as DomainIncremental
+from lightning_fcl.data.scenarios.incremental import Stationary as Stationary
 from lightning_fcl.data.scenarios.odfcl import ODFCLScenario as ODFCLScenario
 from lightning_fcl.data.scenarios.scenario import EMPTY as EMPTY
 from lightning_fcl.data.scenarios.scenario import History as History
@@ -14,4 +15,3 @@ from lightning_fcl.data.scenarios.scenario import Scenario as Scenario
 from lightning_fcl.data.scenarios.scenario import split as split
 from lightning_fcl.data.scenarios.scenario import views as views
 from lightning_fcl.data.scenarios.scenario import with_history as with_history
-from lightning_fcl.data.scenarios.stationary import Stationary as Stationary

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.scenario import MOST_ROUNDS, IntArray, Plan, Pool, Scenario, numbered
+from lightning_fcl.data.scenarios.scenario import MOST_ROUNDS, IntArray, Plan, Pool, Scenario, number_order
 from lightning_fcl.errors import argument, at_least, between, check_fields
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -64,28 +64,72 @@ class FedViTScenario(Scenario):
         check_fields(self)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        y, members, clients = pool.y, pool.train, range(self.clients)
-        blocks = _blocks(y[members], self.tasks, self.class_order, pool.classes, seed)
-        _require_classes(self.classes_per_client, len(blocks[0]))
-        _require_share(self.share, y[members])
-        draws = (np.random.default_rng([seed, 5, client]).permutation(self.tasks).tolist() for client in clients)
-        orders = list(draws) if self.order_per_client else [list(range(self.tasks))] * self.clients
-        asked = [
-            [_asked(block, b, c, self.classes_per_client, self.share, seed) for b, block in enumerate(blocks)]
-            for c in clients
+        blocks = _blocks(pool.y[pool.train], self.tasks, self.class_order, pool.classes, seed)
+        self._check_ranges(blocks[0], pool.y[pool.train])
+        clients = [str(client) for client in range(self.clients)]
+        draws = [
+            np.random.default_rng([seed, 5, client]).permutation(self.tasks).tolist() for client in range(self.clients)
         ]
-        hands = _dealt(y, members, asked, seed)
-        parts = {str(c): [hands[c][b] for b in order] for c, order in enumerate(orders)}
+        orders = dict(zip(clients, draws if self.order_per_client else [range(self.tasks)] * self.clients, strict=True))
+        classes, rows = self._deal(blocks, pool, seed)
         current = tuple(task for task in range(self.tasks) for _ in range(self.rounds_per_task))
         return Plan(
-            train=tuple({client: own[task] for client, own in parts.items()} for task in current),
-            experiences=dict.fromkeys(parts, current),
-            tasks={str(c): tuple(tuple(sorted(asked[c][b])) for b in order) for c, order in enumerate(orders)},
-            groups=np.asarray(y),
+            train=tuple({client: rows[client][order[task]] for client, order in orders.items()} for task in current),
+            experiences=dict.fromkeys(orders, current),
+            tasks={client: tuple(classes[client][b] for b in order) for client, order in orders.items()},
+            groups=np.asarray(pool.y),
             test=pool.test,
             validation=pool.validation,
-            task_classes={str(c): tuple(blocks[b] for b in order) for c, order in enumerate(orders)},
+            task_classes={client: tuple(blocks[b] for b in order) for client, order in orders.items()},
         )
+
+    def _check_ranges(self, block: tuple[int, ...], y: IntArray) -> None:
+        size = len(block)
+        ranges: dict[str, tuple[type | tuple[type, ...], int, int]] = {
+            "classes_per_client": (int, min(2, size), size),
+            "share": ((int, float), 0, 1),
+        }
+        for name, (kind, low, high) in ranges.items():
+            given = self.classes_per_client if name == "classes_per_client" else self.share
+            pair = isinstance(given, list | tuple) and len(given) == 2 and all(isinstance(one, kind) for one in given)
+            if not pair or not low <= given[0] <= given[1] <= high:
+                raise ValueError(
+                    f"Expected `{name}` to be two {'whole ' if kind is int else ''}numbers from {low} to {high}, the "
+                    f"smaller first, for tasks of {size} classes, but got {given!r}. Change it, or `tasks`."
+                )
+        labels, counts = np.unique(y, return_counts=True)
+        rarest = int(counts.argmin())
+        if np.rint(self.share[0] * counts[rarest]) < 1:
+            raise ValueError(
+                f"Expected the smallest `share` to leave a client one sample of every class but got {self.share[0]} of "
+                f"the {counts[rarest]} training samples of class {labels[rarest]}. Raise `share`."
+            )
+
+    def _deal(self, blocks: Blocks, pool: Pool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:
+        """Each client's classes of each block, and its samples of these."""
+        y, members = pool.y, pool.train
+        decks = {
+            c: np.random.default_rng([seed, 7, c]).permutation(members[y[members] == c]) for c in np.unique(y).tolist()
+        }
+        dealt = dict.fromkeys(decks, 0)
+        classes: dict[str, Blocks] = {}
+        samples: dict[str, list[IntArray]] = {}
+        (fewest, most), (smallest, largest) = self.classes_per_client, self.share
+        for client in range(self.clients):
+            own: list[tuple[int, ...]] = []
+            hands: list[IntArray] = []
+            for number, block in enumerate(blocks):
+                rng = np.random.default_rng([seed, 6, client, number])
+                labels = rng.choice(block, size=rng.integers(fewest, most, endpoint=True), replace=False).tolist()
+                rows = []
+                for label in labels:
+                    deck, first = decks[label], dealt[label]
+                    dealt[label] += int(np.rint(rng.uniform(smallest, largest) * len(deck)))
+                    rows.append(deck[np.arange(first, dealt[label]) % len(deck)])
+                own.append(tuple(sorted(labels)))
+                hands.append(np.sort(np.concatenate(rows)))
+            classes[str(client)], samples[str(client)] = tuple(own), hands
+        return classes, samples
 
 
 def _blocks(
@@ -103,62 +147,8 @@ def _blocks(
     if order is None:
         numbers = np.random.default_rng([seed, 4]).permutation(classes).tolist()
     else:
-        numbers = classes if isinstance(order, str) else numbered(order, names, "class_order")
+        numbers = classes if isinstance(order, str) else number_order(order, names, "class_order")
     if sorted(numbers) != classes:
         raise ValueError(f"Expected `class_order` to order all classes {classes} but got {numbers}.")
     size = len(classes) // tasks
     return tuple(tuple(sorted(numbers[first : first + size])) for first in range(0, len(classes), size))
-
-
-def _require_classes(given: Sequence[int], block: int) -> None:
-    fewest = min(2, block)
-    whole = isinstance(given, list | tuple) and len(given) == 2 and all(type(number) is int for number in given)
-    if not whole or not fewest <= given[0] <= given[1] <= block:
-        raise ValueError(
-            f"Expected `classes_per_client` to be two whole numbers from {fewest} to {block}, fewest and most of the "
-            f"{block} classes of a task, but got {given!r}. Pass, for example, ({fewest}, {min(5, block)})"
-            f"{', or fewer `tasks`' if block < 5 else ''}."
-        )
-
-
-def _require_share(given: Sequence[float], y: IntArray) -> None:
-    pair = isinstance(given, list | tuple) and len(given) == 2 and all(type(s) in (int, float) for s in given)
-    if not pair or not 0 < given[0] <= given[1] <= 1:
-        raise ValueError(
-            f"Expected `share` to be two numbers above 0 and at most 1, smallest and largest, but got {given!r}. Pass, "
-            "for example, (0.05, 0.1)."
-        )
-    labels, counts = np.unique(y, return_counts=True)
-    rarest = int(counts.argmin())
-    if np.rint(given[0] * counts[rarest]) < 1:
-        raise ValueError(
-            f"Expected the smallest `share` to leave a client one sample of every class but got {given[0]} of the "
-            f"{counts[rarest]} training samples of class {labels[rarest]}. Raise `share`."
-        )
-
-
-def _asked(
-    block: tuple[int, ...], number: int, client: int, classes: Sequence[int], share: Sequence[float], seed: int
-) -> dict[int, float]:
-    rng = np.random.default_rng([seed, 6, client, number])
-    own = rng.choice(block, size=rng.integers(classes[0], classes[1], endpoint=True), replace=False).tolist()
-    return {label: rng.uniform(share[0], share[1]) for label in own}
-
-
-def _dealt(y: IntArray, members: IntArray, asked: list[list[dict[int, float]]], seed: int) -> list[list[IntArray]]:
-    pools = {
-        int(c): np.random.default_rng([seed, 7, int(c)]).permutation(members[y[members] == c]) for c in np.unique(y)
-    }
-    dealt = dict.fromkeys(pools, 0)
-    hands = []
-    for own in asked:
-        hand = []
-        for shares in own:
-            rows = []
-            for label, share in shares.items():
-                pool, first = pools[label], dealt[label]
-                dealt[label] += int(np.rint(share * len(pool)))
-                rows.append(pool[np.arange(first, dealt[label]) % len(pool)])
-            hand.append(np.sort(np.concatenate(rows)))
-        hands.append(hand)
-    return hands

@@ -1,4 +1,4 @@
-"""Class- and domain-incremental streams; Avalanche draws the experiences."""
+"""Class- and domain-incremental streams, whose experiences Avalanche draws; and the one that does not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_fcl.data.scenarios.scenario import (
     Plan,
     Pool,
     Scenario,
-    numbered,
+    number_order,
     with_history,
 )
 from lightning_fcl.errors import argument, at_least, between, check_clients, check_fields, one_of, require
@@ -142,6 +142,31 @@ class DomainIncremental(Scenario):
         return _plan(self, pool, parts, tasks, pool.group, False, rng)
 
 
+@dataclass(frozen=True)
+class Stationary(Scenario):
+    """Plain federated learning: every client has all of its samples in every round; targets need be no classes.
+
+    Args:
+        rounds: Number of rounds.
+
+    Raises:
+        ValueError: If there are fewer than one or more than a million.
+
+    Example:
+        >>> pool = Pool(np.zeros(3, int), clients={"a": np.arange(2), "b": np.arange(2, 3)})
+        >>> [{client: rows.tolist() for client, rows in now.items()} for now in Stationary(2).plan(pool).train]
+        [{'a': [0, 1], 'b': [2]}, {'a': [0, 1], 'b': [2]}]
+    """
+
+    rounds: int = argument(1, between, 1, MOST_ROUNDS)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+        return ClassIncremental(1, self.rounds).plan(pool, seed)
+
+
 def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int) -> Groups:
     """The classes of each experience, as Avalanche cuts them, in an order or one it draws."""
     classes = np.unique(y)
@@ -260,4 +285,4 @@ def _order_of(
         if client not in order:
             raise ValueError(f"Expected `{argument}` to have an order for client {client} but got none. Add it.")
         order = order[client]
-    return None if order is None else numbered(order, names, argument)
+    return None if order is None else number_order(order, names, argument)

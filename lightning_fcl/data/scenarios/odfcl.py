@@ -100,7 +100,10 @@ class ODFCLScenario(Scenario):
     def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
         """Every node's samples and classes of the base session and of each session."""
         base, nodes, each = self.base, self.nodes, (self.people - self.base) // self.sessions
-        shares = {f"node{n + 1}": [_dealt(train[:base], nodes, n, split=True)] for n in range(nodes)}
+        shares = {
+            f"node{n + 1}": [np.sort(np.concatenate([samples[n::nodes] for samples in train[:base]]))]
+            for n in range(nodes)
+        }
         tasks = {node: [tuple(range(base))] for node in shares}
         for first in range(base, self.people, each):
             for n, (node, own) in enumerate(shares.items()):
@@ -141,13 +144,11 @@ def _holds(index: int, classes: int, nodes: int, node: int) -> bool:
     return index % nodes == node if nodes <= classes else node % classes == index
 
 
-def _dealt(parts: Sequence[IntArray], nodes: int, node: int, split: bool = False) -> IntArray:
-    """A node's samples of a session: its classes whole, or its share of each class."""
+def _dealt(parts: Sequence[IntArray], nodes: int, node: int) -> IntArray:
+    """A node's samples of a session: its classes whole, or its share of one."""
     mine = []
     for index, samples in enumerate(parts):
-        if split:
-            mine.append(samples[node::nodes])
-        elif _holds(index, len(parts), nodes, node):
+        if _holds(index, len(parts), nodes, node):
             sharing = [n for n in range(nodes) if _holds(index, len(parts), nodes, n)]
             mine.append(samples[sharing.index(node) :: len(sharing)])
     return np.sort(np.concatenate([EMPTY, *mine]))

@@ -86,6 +86,11 @@ class Plan:
         """
         return self.task_classes[client][experience] if self.task_classes else ()
 
+    def group_names(self, classes: Sequence[str]) -> list[str]:
+        """Names of the test groups: the classes, or the numbers of the domains."""
+        number = int(self.groups.max()) + 1
+        return list(classes) if number == len(classes) else [str(group) for group in range(number)]
+
     @property
     def common_tasks(self) -> tuple[tuple[int, ...], ...]:
         """The classes of each task, if all clients have these in common, by their first label; empty if not."""
@@ -115,11 +120,6 @@ class Plan:
                 said = {id(current): b"".join(chain.from_iterable(parts))}
             digest.update(said[id(current)])
         return digest.hexdigest()[:16]
-
-    @cached_property
-    def samples(self) -> dict[str, int]:
-        """The number of different samples that each client sees in all rounds."""
-        return {client: self.samples_of(client) for client in self.clients}
 
     def samples_of(self, client: str) -> int:
         """The number of different samples that a client sees in all rounds."""
@@ -225,16 +225,15 @@ def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tup
     return tuple(result)
 
 
-def numbered(order: Sequence[int | str], names: Sequence[str], argument: str) -> list[int]:
+def number_order(order: Sequence[int | str], names: Sequence[str], argument: str) -> list[int]:
     """An order of classes or domains by number, where it may name them."""
     if isinstance(order, str):
         raise TypeError(f'Expected `{argument}` to be a list of names or numbers but got "{order}".')
     for entry in order:
-        if not isinstance(entry, str | int | np.integer):
-            raise TypeError(f"Expected `{argument}` of names and whole numbers but got {entry!r} in it.")
-        if not isinstance(entry, str) and names and not 0 <= entry < len(names):
-            raise ValueError(f"Expected numbers of `{argument}` between 0 and {len(names) - 1} but got {entry}.")
-        if isinstance(entry, str) and entry not in names:
-            known = ", ".join(names) or "numbers, as they have no names"
-            raise ValueError(f"Expected `{argument}` among {known} but got {entry}.{did_you_mean(entry, names)}")
+        is_number = isinstance(entry, int | np.integer) and (not names or 0 <= entry < len(names))
+        if not is_number and entry not in names:
+            known = ", ".join(names) or "whole numbers, as there are no names,"
+            raise ValueError(
+                f"Expected `{argument}` among {known} or their numbers but got {entry}.{did_you_mean(entry, names)}"
+            )
     return [list(names).index(entry) if isinstance(entry, str) else int(entry) for entry in order]

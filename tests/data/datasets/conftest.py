@@ -1,10 +1,13 @@
 """What tests of data sets share: a server in the place of the publishers', and CIFAR-100's files."""
 
+import hashlib
 import struct
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+from lightning_fcl.data.datasets import cifar100
 
 
 @pytest.fixture
@@ -130,11 +133,13 @@ def cifar_contents() -> dict[str, dict]:
 
 
 @pytest.fixture
-def cifar():
-    """CIFAR-100's contents, what superclasses it has, and how to write it."""
+def cifar(monkeypatch):
+    """CIFAR-100's contents, what superclasses it has, and how to write it, as if it were what is published."""
 
     def files(contents) -> dict[str, bytes]:
         pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}
+        for name, content in pickles.items():
+            monkeypatch.setitem(cifar100.MD5, name, hashlib.md5(content).hexdigest())
         return pickles | {"file.txt~": b"left by an editor"}
 
     def put(folder, contents):

@@ -114,7 +114,7 @@ REFUSED = {
             "mean": np.zeros((2, 1), np.float32),
             "std": np.ones((3, 1), np.float32),
         },
-        "Expected `std` to broadcast to a sample, of shape (2, 3), but got shape (3, 1). For a value of each channel",
+        "and of a shape that broadcasts to a sample, (2, 3), but got [1.0, 1.0, 1.0] of shape (3, 1). For a value of",
     ),
     "std zero": (
         {
@@ -122,7 +122,7 @@ REFUSED = {
             "mean": np.zeros((1, 1), np.float32),
             "std": np.zeros((1, 1), np.float32),
         },
-        "Expected `std` to be above 0 and finite but got [0.0].",
+        "Expected `std` to be finite, above 0 and of a shape that broadcasts to a sample, (2, 3), but got [0.0] of",
     ),
     "not finite": (
         {"x": with_bad_values()},

@@ -1,60 +1,27 @@
 """FC100 is CIFAR-100 with its classes in the order of TADAM's split."""
 
-import re
-
 import numpy as np
-import pytest
 
 from lightning_fcl.data.datasets import cifar100, fc100
 
 # The split of the authors' code, by number of the superclass.
-SPLIT = {"train": (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19), "validation": (8, 11, 13, 16), "test": (0, 7, 12, 14)}
+SPLIT = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19, *(8, 11, 13, 16), *(0, 7, 12, 14))
 
 
 def test_the_split_is_that_of_the_authors_code(cifar):
     names = list(cifar.superclasses)
-    assert {part: tuple(names.index(name) for name in own) for part, own in fc100.SUPERCLASSES.items()} == SPLIT
+    assert tuple(names.index(name) for name in fc100.SUPERCLASSES) == SPLIT
 
 
 def test_all_classes_superclass_by_superclass(tmp_path, cifar, put):
     cifar.put(tmp_path / "cifar100" / "cifar-100-python", cifar.contents)
     data, original = fc100.load(tmp_path), cifar100.load(tmp_path)
-    order = [label for part in SPLIT.values() for number in part for label in list(cifar.superclasses.values())[number]]
+    order = [label for number in SPLIT for label in list(cifar.superclasses.values())[number]]
     assert data.classes == tuple(f"class {label}" for label in order) and len(set(data.classes)) == 100
     np.testing.assert_array_equal(data.x, original.x)
     assert [data.classes[label] for label in data.y] == [original.classes[label] for label in original.y]
     assert data.official_test.tolist() == original.official_test.tolist()
     np.testing.assert_array_equal(data.samples(), original.samples())
-
-
-@pytest.mark.parametrize(("part", "number"), [("train", 60), ("validation", 20), ("test", 20)])
-def test_a_part(tmp_path, cifar, part, number, put):
-    cifar.put(tmp_path, cifar.contents)
-    whole, data = fc100.load(tmp_path, normalize="none"), fc100.load(tmp_path, normalize="none", part=part)
-    first = {"train": 0, "validation": 60, "test": 80}[part]
-    assert data.classes == whole.classes[first : first + number]
-    kept = np.isin(whole.y, np.arange(first, first + number))
-    np.testing.assert_array_equal(data.x, whole.x[kept])
-    assert (data.y + first).tolist() == whole.y[kept].tolist()
-    assert data.official_test.tolist() == whole.official_test[kept].tolist()
-    assert np.bincount(data.y).tolist() == [3] * number
-
-
-def test_a_superclass_that_is_called_otherwise(tmp_path, cifar, put):
-    names = ["seaweed" if name == "fish" else name for name in cifar.superclasses]
-    meta = {**cifar.contents["meta"], "coarse_label_names": names}
-    cifar.put(tmp_path, {**cifar.contents, "meta": meta})
-    message = f"Expected {tmp_path / 'meta'} to name each superclass of CIFAR-100, with classes of its own but got: "
-    with pytest.raises(ValueError, match=re.escape(message)):
-        fc100.load(tmp_path)
-
-
-def test_a_class_of_two_superclasses(tmp_path, cifar, put):
-    train = {**cifar.contents["train"], "coarse_labels": [1, *cifar.contents["train"]["coarse_labels"][1:]]}
-    assert train["coarse_labels"] != cifar.contents["train"]["coarse_labels"]
-    cifar.put(tmp_path, {**cifar.contents, "train": train})
-    with pytest.raises(ValueError, match="with classes of its own but got: classes of two superclasses"):
-        fc100.load(tmp_path)
 
 
 def test_it_is_found_and_fetched_as_cifar100(tmp_path, cifar, put):

@@ -80,16 +80,6 @@ def test_resizing_is_antialiased(tmp_path, size, put):
     np.testing.assert_allclose(data.x[:, 0] * 255, resized(faces(), tuple(size)), atol=2)
 
 
-def test_normalize_image_is_the_z_score_of_each_image(tmp_path, put):
-    put(tmp_path / "lfw", FILES)
-    raw = lfw.load(tmp_path, min_faces=1, normalize="none").x.astype(np.float64)
-    scaled = lfw.load(tmp_path, min_faces=1).x
-    assert scaled.dtype == np.float32
-    mean = raw.sum(axis=(2, 3), keepdims=True) / (64 * 48)
-    variance = ((raw - mean) ** 2).sum(axis=(2, 3), keepdims=True) / (64 * 48)
-    np.testing.assert_allclose(scaled, (raw - mean) / np.sqrt(variance), atol=1e-5)
-
-
 @pytest.mark.parametrize(("min_faces", "classes"), [(2, ("Bob_de_la_Cruz", "Zoe_Ray")), (3, ("Zoe_Ray",))])
 def test_people_with_few_images_are_left_out(tmp_path, min_faces, classes, put):
     put(tmp_path / "lfw", FILES)
@@ -144,15 +134,6 @@ def test_both_layouts_give_the_same_for_the_same_pixels(tmp_path, normalize, put
     np.testing.assert_array_equal(one.x, other.x)
     np.testing.assert_array_equal(one.y, other.y)
     assert one.classes == other.classes
-
-
-def test_a_constant_image_becomes_zeros(tmp_path, put):
-    pixels = np.random.default_rng(0).integers(256, size=(111, 64, 48), dtype=np.uint8)
-    pixels[4] = 77
-    put(tmp_path / NPZ, npz(X=pixels))
-    x = lfw.load(tmp_path).x
-    assert not x[4].any()
-    np.testing.assert_allclose(x[[3, 5]].std(axis=(1, 2, 3)), 1, atol=1e-5)
 
 
 def test_original_images_go_before_the_npz_file(tmp_path, put):
@@ -219,19 +200,14 @@ def test_a_grey_jpeg_is_taken(tmp_path, put):
 
 
 NPZ_DAMAGES = {
-    "no X": ({"X": None}, "to hold an array 'X' but it does not."),
     "no names": ({"names": None}, "to hold an array 'names' but it does not."),
     "another shape": (
         {"X": np.zeros((111, 62, 47), np.uint8)},
         "of shape (111, 64, 48) but got uint8 of shape (111, 62",
     ),
-    "floats": ({"X": np.zeros((111, 64, 48))}, "of shape (111, 64, 48) but got float64"),
     "16 bits": ({"X": np.zeros((111, 64, 48), np.uint16)}, "to hold uint8 images but got 111 of uint16."),
     "nothing": ({"X": np.zeros((0, 64, 48), np.uint8), "y": np.zeros(0, int)}, "uint8 images but got 0 of uint8."),
-    "y too short": ({"y": np.zeros(110, int)}, "of shape (111,) but got int64 of shape (110,)."),
     "a label too many": ({"y": np.arange(111) // 35}, "to be between 0 and 2 but got 3 in sample 105."),
-    "a negative label": ({"y": np.arange(111) - 1}, "to be between 0 and 2 but got -1 in sample 0."),
-    "pickles": ({"names": np.array([object()] * 3)}, "without pickles but got: Object arrays cannot be loaded"),
 }
 
 
@@ -240,13 +216,6 @@ def test_damaged_npz_is_named(damage, damaged):
     changes, message = NPZ_DAMAGES[damage]
     said = damaged(lfw, NPZ, npz(**changes))
     assert message in said and REMEDY in said
-
-
-def test_half_an_npz_is_named(tmp_path, put):
-    path = put(tmp_path / NPZ, npz())
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a sound npz file")):
-        lfw.load(tmp_path)
 
 
 @pytest.mark.parametrize("min_faces", [0, -3, 2.0, "35", True])

@@ -1,7 +1,6 @@
 """The MiniImageNet loader reads each public layout and the npz file, and names what is wrong with a copy."""
 
 import io
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from lightning_fcl.data.datasets import images, miniimagenet
 REMEDY = "Delete this copy and get the files again."
 # Classes of each list, not in order.
 PARTS = {"train": ("n02110341", "n01532829"), "val": ("n01855672",), "test": ("n02129165",)}
-NAMES = {"train": "train", "val": "validation", "test": "test"}
 SIZES = {0: (84, 84), 1: (50, 70), 2: (33, 20)}  # width and height
 
 
@@ -69,28 +67,6 @@ def test_the_lists_and_images(tmp_path, place, put):
     np.testing.assert_allclose(data.samples(), data.x / 255, rtol=1e-6)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part(tmp_path, part, put):
-    put(tmp_path, FILES)
-    whole, data = miniimagenet.load(tmp_path, size=20), miniimagenet.load(tmp_path, size=20, part=NAMES[part])
-    assert data.classes == tuple(CLASSES[WNIDS.index(wnid)] for wnid in sorted(PARTS[part]))
-    kept = np.isin(whole.y, [WNIDS.index(wnid) for wnid in PARTS[part]])
-    np.testing.assert_array_equal(data.x, whole.x[kept])
-
-
-def test_a_part_needs_no_other_list(tmp_path, put):
-    folder = put(tmp_path, FILES)
-    (folder / "val.csv").unlink()
-    assert len(miniimagenet.load(tmp_path, part="train").x) == 6
-    message = f"Expected the file {folder / 'val.csv'} but it is missing. {REMEDY}"
-    with pytest.raises(FileNotFoundError, match=re.escape(message)):
-        miniimagenet.load(tmp_path)
-
-
-# By Ravi and Larochelle's lists, which these layouts do not have.
-OF_PART = {"train": ["n01532829"], "validation": ["n01855672"], "test": ["n02110341", "n02129165"]}
-
-
 def as_new_lists(put, root):
     """The first image of each class is a test."""
     parts = {"new_train.csv": [r for n, r in enumerate(ROWS) if n % 3], "new_val.csv": ROWS[::3]}
@@ -142,9 +118,6 @@ def test_other_layouts_of_files(tmp_path, layout, put):
     assert data.classes == CLASSES and [WNIDS[label] for label in data.y] == [wnid for _, wnid in rows]
     official = [name in dict(ROWS[::3]) for name, _ in rows] if layout is as_new_lists else None
     assert (None if data.official_test is None else data.official_test.tolist()) == official
-    for part, wnids in OF_PART.items():
-        own = miniimagenet.load(tmp_path, size=20, part=part)
-        np.testing.assert_array_equal(own.x, pixels((name for name, wnid in rows if wnid in wnids), 20))
 
 
 def test_the_npz_file(tmp_path):
@@ -153,11 +126,6 @@ def test_the_npz_file(tmp_path):
     np.testing.assert_array_equal(data.x, pixels((name for name, _ in ROWS), 64))
     assert data.classes == CLASSES and [WNIDS[label] for label in data.y] == [wnid for _, wnid in ROWS]
     assert data.official_test.tolist() == [n % 3 == 0 for n in range(len(ROWS))]
-    for part, wnids in OF_PART.items():
-        own = np.isin(data.y, [WNIDS.index(wnid) for wnid in wnids])
-        one = miniimagenet.load(tmp_path, size=64, part=part)
-        np.testing.assert_array_equal(one.x, data.x[own])
-        np.testing.assert_array_equal(one.official_test, data.official_test[own])
 
 
 def test_a_wrong_npz_file_is_named(tmp_path, refused):
@@ -174,11 +142,6 @@ def test_a_wrong_npz_file_is_named(tmp_path, refused):
     assert "Expected `y` of " in refused(miniimagenet.load, tmp_path)
 
 
-def test_a_part_of_which_there_is_nothing(tmp_path, put, refused):
-    put(tmp_path / "miniimagenet", {"n01532829/a.jpg": jpeg(0)})
-    assert 'to hold images of part "test" but it has none.' in refused(miniimagenet.load, tmp_path, part="test")
-
-
 def test_images_are_resized_once(tmp_path, cache, put, monkeypatch):
     folder, read = put(tmp_path, FILES), []
     monkeypatch.setattr(
@@ -193,13 +156,6 @@ def test_images_are_resized_once(tmp_path, cache, put, monkeypatch):
     for broken in cache.glob("images/*"):
         broken.write_bytes(b"")
     np.testing.assert_array_equal(miniimagenet.load(tmp_path).x[1:], first.x[1:])
-
-
-def test_normalize_channel_is_the_z_score_of_all_images(tmp_path, put):
-    put(tmp_path, FILES)
-    samples = miniimagenet.load(tmp_path, normalize="channel").samples()
-    np.testing.assert_allclose(samples.mean(axis=(0, 2, 3)), 0, atol=1e-5)
-    np.testing.assert_allclose(samples.std(axis=(0, 2, 3)), 1, atol=1e-5)
 
 
 WRONG = {
@@ -220,7 +176,7 @@ def test_wrong_lists_are_named(tmp_path, case, put, refused):
     assert message in said and str(path) in said and REMEDY in said
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>", jpeg(0)[:400], None])
+@pytest.mark.parametrize("content", [jpeg(0)[:400], None])
 def test_damaged_and_missing_images_are_named(tmp_path, content, put, refused):
     path = put(tmp_path, FILES) / "images" / ROWS[-1][0]
     put(path, content) if content is not None else path.unlink()
@@ -235,7 +191,5 @@ def test_the_lists_of_ravi_and_larochelle_are_read(tmp_path):
     rows = {part: miniimagenet._listed(folder / f"{part}.csv") for part in PARTS}
     assert {part: len(own) for part, own in rows.items()} == {"train": 38400, "val": 9600, "test": 12000}
     classes = {part: {wnid for _, wnid in own} for part, own in rows.items()}
-    for part, wnids in classes.items():
-        assert all(miniimagenet._is_of(wnid, NAMES[part]) for wnid in wnids)
     assert {part: len(own) for part, own in classes.items()} == {"train": 64, "val": 16, "test": 20}
     assert len(set().union(*classes.values())) == 100

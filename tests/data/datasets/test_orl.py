@@ -1,7 +1,5 @@
 """The ORL loader gives the same faces from both layouts, and names what is wrong with a damaged copy."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -119,14 +117,7 @@ def test_original_images_go_before_the_npz_file(tmp_path, put):
 
 
 DAMAGES = {
-    "empty": (b"", "but got: cannot identify image file"),
-    "text": (b"<html>404</html>", "but got: cannot identify image file"),
     "cut short": (pgm(PIXELS[0])[:-1], "but got: image file is truncated"),
-    "a header of letters": (b"P5\nab cd\n255\n", "but got: "),
-    "a bomb": (
-        b"P5\n60000 60000\n255\n",
-        "but got: Image size (3600000000 pixels) exceeds",
-    ),
     "another size": (
         pgm(PIXELS[0].T),
         "but got: one of 92 x 112 in Pillow's mode 'L'.",
@@ -144,13 +135,8 @@ def test_damaged_images_are_named(tmp_path, damage, put, refused):
 
 
 NPZ_DAMAGES = {
-    "no X": ({"X": None}, "to hold an array 'X' but it does not."),
-    "no y": ({"y": None}, "to hold an array 'y' but it does not."),
     "another shape": ({"X": PIXELS[:, :64, :48]}, "of shape (12, 112, 92) but got uint8 of shape (12, 64, 48)."),
-    "64 bits": ({"X": PIXELS.astype(np.uint64)}, "to hold uint8 images but got 12 of uint64."),
-    "nothing": ({"X": PIXELS[:0], "y": PERSON[:0]}, "to hold uint8 images but got 0 of uint8."),
     "a person 41": ({"y": PERSON + 30}, "to be between 0 and 39 but got 40 in sample 10."),
-    "y of floats": ({"y": PERSON / 2}, "of shape (12,) but got float64 of shape (12,)."),
 }
 
 
@@ -159,13 +145,6 @@ def test_damaged_npz_is_named(damage, damaged):
     changes, message = NPZ_DAMAGES[damage]
     said = damaged(orl, "faces.npz", npz(**changes))
     assert message in said and REMEDY in said
-
-
-def test_half_an_npz_is_named(tmp_path, put):
-    path = put(tmp_path / "faces.npz", npz())
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a sound npz file")):
-        orl.load(tmp_path)
 
 
 def test_fetch_gives_what_is_there(tmp_path, put):

@@ -102,12 +102,8 @@ OPTIONS = [
         for name in ("lfw", "orl")
     ),
     *(
-        (name, {"normalize": "all"}, 'Expected `normalize` to be "user", "causal" or "none" but got "all".')
+        (name, {"normalize": "all"}, 'Expected `normalize` to be "user" or "none" but got "all".')
         for name in ("hhar", "wesad")
-    ),
-    *(
-        (name, {"part": "val"}, 'Expected `part` to be "all", "train", "validation" or "test" but got "val".')
-        for name in ("fc100", "miniimagenet")
     ),
     ("core50", {"by_session": 1}, "Expected `by_session` to be True or False but got 1."),
     ("wesad", {"device": "ankle"}, 'Expected `device` to be "wrist" or "chest" but got "ankle".'),

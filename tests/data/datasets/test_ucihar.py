@@ -163,75 +163,18 @@ def replaced(lines: list[bytes], index: int, line: bytes) -> list[bytes]:
 
 SIGNAL = "train/Inertial Signals/total_acc_y_train.txt"
 DAMAGES = {
-    "last line cut off": (
-        SIGNAL,
-        lambda lines: replaced(lines, 4, lines[4][:800]),
-        f"Expected 128 numbers a line of `{SIGNAL}`",
-    ),
-    "a value too many": (
-        SIGNAL,
-        lambda lines: replaced(lines, 1, b" 1.0" + lines[1]),
-        f"Expected 128 numbers a line of `{SIGNAL}`",
-    ),
-    "a blank line inside": (
-        SIGNAL,
-        lambda lines: replaced(lines, 1, b"\n"),
-        f"`{SIGNAL}`: 4",
-    ),
-    "a line lost": (
-        SIGNAL,
-        lambda lines: lines[:4],
-        f"`{SIGNAL}`: 4",
-    ),
-    "an empty signal": (
-        SIGNAL,
-        lambda lines: [],
-        f"Expected 128 numbers a line of `{SIGNAL}`",
-    ),
-    "a word among the numbers": (
-        SIGNAL,
-        lambda lines: replaced(lines, 2, b" ".join([b"abc", *lines[2].split()[1:]]) + b"\n"),
-        "but got: could not convert string 'abc' to float32 at row 2, column 1",
-    ),
-    "a NaN": (
-        SIGNAL,
-        lambda lines: replaced(lines, 2, b" ".join([b"nan", *lines[2].split()[1:]]) + b"\n"),
-        "Expected `x` to be finite but got 1 NaN or infinite values of 768 in sample 2 (1 of 8 samples",
-    ),
-    "a label 7": (
-        "test/y_test.txt",
-        lambda lines: replaced(lines, 1, b"7\n"),
-        "Expected a whole number from 1 to 6 a line of `test/y_test.txt`",
-    ),
-    "a label 0": (
-        "train/y_train.txt",
-        lambda lines: replaced(lines, 0, b"0\n"),
-        "but got: 5 lines of 1, first [0.0]",
-    ),
-    "a label that is no number": (
-        "train/y_train.txt",
-        lambda lines: replaced(lines, 2, b"1.5\n"),
-        "Expected a whole number from 1 to 6 a line of `train/y_train.txt`",
-    ),
-    "no labels": (
-        "train/y_train.txt",
-        lambda lines: [],
-        "but got: nothing.",
-    ),
-    "a subject 31": (
-        "train/subject_train.txt",
-        lambda lines: replaced(lines, 3, b"31\n"),
-        "Expected a whole number from 1 to 30 a line of `train/subject_train.txt`",
-    ),
-    "a subject lost": (
-        "test/subject_test.txt",
-        lambda lines: lines[:2],
-        "`test/subject_test.txt`: 2",
-    ),
-    "activities in another order": (
+    "last line cut off": (SIGNAL, lambda lines: replaced(lines, 4, lines[4][:800]), "number of columns changed"),
+    "a value too many": (SIGNAL, lambda lines: replaced(lines, 1, b" 1.0" + lines[1]), "number of columns changed"),
+    "a line lost": (SIGNAL, lambda lines: lines[:4], "to have 128 values in each of 5 lines but got: 4 lines of 128"),
+    "an empty signal": (SIGNAL, lambda lines: [], "but got: nothing."),
+    "a word": (SIGNAL, lambda lines: replaced(lines, 2, b"abc" + lines[2][16:]), "could not convert string 'abc'"),
+    "a label 7": ("test/y_test.txt", lambda lines: replaced(lines, 1, b"7\n"), "range(1, 7) in each of its lines"),
+    "a label 1.5": ("train/y_train.txt", lambda lines: replaced(lines, 2, b"1.5\n"), "but got: others."),
+    "a subject lost": ("test/subject_test.txt", lambda lines: lines[:2], "in each of 3 lines but got: 2 lines of 1."),
+    "another order": (
         "activity_labels.txt",
         lambda lines: [b"1 SITTING\n", *lines[1:]],
-        "Expected 1 WALKING to 6 LAYING a line of `activity_labels.txt`",
+        "to name WALKING to LAYING but got: SITTING, WALKING_UPSTAIRS",
     ),
 }
 
@@ -241,8 +184,14 @@ def test_damaged_files_are_named(tmp_path, damage, put, refused):
     name, edit, message = DAMAGES[damage]
     put(tmp_path / FOLDER, edited(name, edit))
     said = refused(ucihar.load, tmp_path)
-    assert message in said
-    assert REMEDY in said or "Mend or drop these samples" in said
+    assert said.startswith(f"Expected {tmp_path / FOLDER / name} to ") and message in said and REMEDY in said
+
+
+def test_what_is_not_finite_is_refused(tmp_path, put, refused):
+    put(tmp_path / FOLDER, edited(SIGNAL, lambda lines: [b" nan" * 128 + b"\n", *lines[1:]]))
+    assert "Expected `x` to be finite but got 128 NaN or infinite values of 768 in sample 0" in refused(
+        ucihar.load, tmp_path
+    )
 
 
 @pytest.mark.parametrize("name", ["activity_labels.txt", "test/y_test.txt", "train/subject_train.txt", SIGNAL])
@@ -250,8 +199,8 @@ def test_missing_files_are_named(tmp_path, name, put):
     files = {key: content for key, content in original().items() if key != name}
     put(tmp_path / "a" / FOLDER, files)
     path = put(tmp_path / "b" / f"{FOLDER}.zip", zipped(files))
-    for root, place in ((tmp_path / "a", tmp_path / "a" / FOLDER), (tmp_path / "b", path)):
-        message = f"Expected the file `{name}` in {place} but it is missing. {REMEDY}"
+    for root, place in ((tmp_path / "a", tmp_path / "a" / FOLDER), (tmp_path / "b", path / FOLDER)):
+        message = f"Expected the file {place / name} but it is missing. {REMEDY}"
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             ucihar.load(root)
 
@@ -272,46 +221,24 @@ def test_a_truncated_zip_is_named(tmp_path, put):
         ucihar.load(tmp_path)
 
 
-def test_a_zip_with_a_broken_zip_inside_is_named(tmp_path, put):
-    path = put(tmp_path / OUTER, zipped({f"{FOLDER}.zip": zipped(original())[:1000]}, ""))
-    with pytest.raises(
-        ValueError, match=re.escape(f"Expected {path} to be a sound zip file but got: File is not a zip")
-    ):
-        ucihar.load(tmp_path)
-
-
 def test_a_zip_with_a_flipped_byte_is_named(tmp_path, put, refused):
     content = bytearray(zipped(original()))
     with zipfile.ZipFile(io.BytesIO(bytes(content))) as archive:
         content[archive.getinfo(f"{FOLDER}/{SIGNAL}").header_offset + 2000] ^= 0xFF
     path = put(tmp_path / f"{FOLDER}.zip", bytes(content))
     said = refused(ucihar.load, tmp_path)
-    assert f"Expected 128 numbers a line of `{SIGNAL}` in {path} but got: " in said and REMEDY in said
-
-
-def test_another_zip_of_that_name_is_named(tmp_path, put):
-    path = put(tmp_path / f"{FOLDER}.zip", zipped({"hello.txt": b"hello"}, ""))
-    with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file `activity_labels.txt` in {path}")):
-        ucihar.load(tmp_path)
+    assert said.startswith(f"Expected {path / FOLDER / SIGNAL} to have 128 values in each") and REMEDY in said
 
 
 NPZ_DAMAGES = {
-    "no X": ({"X": None}, "to hold an array 'X' but it does not."),
     "no subject": ({"subject": None}, "to hold an array 'subject' but it does not."),
     "X of 6 channels": (
         {"X": np.zeros((8, 6, 128), np.float32)},
         "to hold floats of shape (8, 9, 128) but got float32 of shape (8, 6, 128).",
     ),
-    "X of integers": (
-        {"X": np.zeros((8, 9, 128), np.int8)},
-        "to hold floats of shape (8, 9, 128) but got int8 of shape (8, 9, 128).",
-    ),
     "X a scalar": ({"X": np.float32(1)}, "to hold floats of shape ('n', 9, 128) but got float32 of shape ()."),
-    "y too short": ({"y": np.zeros(7, int)}, "to hold integers of shape (8,) but got int64 of shape (7,)."),
     "y of floats": ({"y": np.zeros(8)}, "to hold integers of shape (8,) but got float64 of shape (8,)."),
-    "y out of range": ({"y": np.arange(8)}, "to be between 0 and 5 but got 6 in sample 6."),
-    "subject 0": ({"subject": np.zeros(8, int)}, "to be between 1 and 30 but got 0 in sample 0."),
-    "official_test 2": ({"official_test": np.full(8, 2)}, "to be between 0 and 1 but got 2 in sample 0."),
+    "y out of range": ({"y": np.arange(8)}, "but got: Expected `y` to be between 0 and 5"),
     "pickles": ({"y": np.array([object()] * 8)}, "without pickles but got: Object arrays cannot be loaded"),
 }
 
@@ -323,7 +250,7 @@ def test_damaged_npz_is_named(damage, damaged):
     assert message in said and REMEDY in said
 
 
-@pytest.mark.parametrize("content", ["empty", "text", "half", "npy", "flipped"])
+@pytest.mark.parametrize("content", ["text", "half", "npy", "flipped"])
 def test_a_file_that_is_no_npz_is_named(tmp_path, content, put, refused):
     path = put(tmp_path / "inertial.npz", npz())
     whole = path.read_bytes()
@@ -331,7 +258,7 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content, put, refused):
     np.save(buffer, np.zeros(3))
     flipped = bytearray(whole)
     flipped[5000] ^= 0xFF
-    kinds = {"empty": b"", "text": b"hello", "half": whole[: len(whole) // 2], "npy": buffer.getvalue()}
+    kinds = {"text": b"hello", "half": whole[: len(whole) // 2], "npy": buffer.getvalue()}
     path.write_bytes(kinds.get(content, bytes(flipped)))
     said = refused(ucihar.load, tmp_path)
     assert f"Expected {path} to be a sound npz file without pickles" in said and REMEDY in said
@@ -339,7 +266,7 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content, put, refused):
 
 @pytest.mark.parametrize("sensors", ["gyro", (), ("gyro", "gyro"), ("gyro", "body_gyro")])
 def test_wrong_sensors(tmp_path, sensors):
-    message = f"Expected `sensors` to be different names among 'body_acc', 'gyro', 'total_acc' but got {sensors!r}."
+    message = f"Expected `sensors` to be different names among body_acc, gyro, total_acc but got {sensors!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
         ucihar.load(tmp_path, sensors=sensors)
 

@@ -162,8 +162,7 @@ def test_labels_need_not_be_those_of_all_classes():
     assert plan.classes(0)[1] == () and set(plan.classes(19)[0] + plan.classes(19)[1]) == {2, 5, 7, 30}
 
 
-CLASSES = "two whole numbers from 2 to 10, fewest and most of the 10 classes of a task"
-SHARES = "two numbers above 0 and at most 1, smallest and largest"
+FORM = "Expected `{}` to be two {}, the smaller first, for tasks of {} classes, but got {!r}. Change it, or `tasks`."
 REFUSED = [
     ({"tasks": 0}, "Expected `tasks` to be at least 1 but got 0."),
     ({"clients": 0}, "Expected `clients` to be at least 1 but got 0."),
@@ -174,25 +173,19 @@ REFUSED = [
         "Expected `tasks` to divide the number of classes, 100, but got 200. Change it.",
     ),
     *(
-        (
-            {"classes_per_client": given},
-            f"Expected `classes_per_client` to be {CLASSES}, but got {given!r}. Pass, for example, (2, 5).",
-        )
+        ({"classes_per_client": given}, FORM.format("classes_per_client", "whole numbers from 2 to 10", 10, given))
         for given in [(1, 5), (2, 11), (5, 2), (2.0, 5), (2,), 3, "25"]
     ),
-    (
-        {"tasks": 25},
-        "Expected `classes_per_client` to be two whole numbers from 2 to 4, fewest and most of the 4 classes of a "
-        "task, but got (2, 5). Pass, for example, (2, 4), or fewer `tasks`.",
-    ),
-    (
-        {"tasks": 100},
-        "Expected `classes_per_client` to be two whole numbers from 1 to 1, fewest and most of the 1 classes of a "
-        "task, but got (2, 5). Pass, for example, (1, 1), or fewer `tasks`.",
-    ),
+    ({"tasks": 25}, FORM.format("classes_per_client", "whole numbers from 2 to 4", 4, (2, 5))),
+    ({"tasks": 100}, FORM.format("classes_per_client", "whole numbers from 1 to 1", 1, (2, 5))),
     *(
-        ({"share": given}, f"Expected `share` to be {SHARES}, but got {given!r}. Pass, for example, (0.05, 0.1).")
-        for given in [(0, 0.1), (0.1, 0.05), (0.5, 1.1), (0.1,), 0.1, ("a", "b"), (float("nan"), 0.1)]
+        ({"share": given}, FORM.format("share", "numbers from 0 to 1", 10, given))
+        for given in [(-0.1, 0.1), (0.1, 0.05), (0.5, 1.1), (0.1,), 0.1, ("a", "b"), (float("nan"), 0.1)]
+    ),
+    (
+        {"share": (0, 0.1)},
+        "Expected the smallest `share` to leave a client one sample of every class but got 0 of the 64 training "
+        "samples of class 0. Raise `share`.",
     ),
     (
         {"share": (0.005, 0.1)},

@@ -254,7 +254,7 @@ def test_every_client_may_be_given_an_order():
         ),
         (
             ClassIncremental(2, class_order=["a", "x"]),
-            "Expected `class_order` among a, b, c, d, e, f, g, h but got x.",
+            "Expected `class_order` among a, b, c, d, e, f, g, h or their numbers but got x.",
         ),
     ],
 )
