@@ -82,13 +82,13 @@ class ExactSum:
             raise ValueError(f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.")
         return rounded.to(dtype)
 
-    def mean(self, weight: Tensor, like: Tensor) -> Tensor:
+    def mean(self, weight: float, like: Tensor) -> Tensor:
         """The sum by the sum of its weights, in the type of another tensor, to whose numbers those added are near."""
         if like.dtype is not torch.int64 or not bool((like.abs() > 1 << 53).any()):
             return round_to(self.total() / weight, like.dtype)
         change = copy.deepcopy(self)  # double precision has not all of such numbers, but what they differ by
-        change.add(-like[None], Weights([float(weight)]))
-        return like.to(weight.device) + round_to(change.total() / weight, like.dtype)
+        change.add(-like[None], Weights([weight]))
+        return like.to(self._device) + round_to(change.total() / weight, like.dtype)
 
     def _whole(self) -> Tensor:
         whole = torch.zeros(self.size, dtype=torch.int64, device=self._device)
@@ -160,6 +160,16 @@ class ExactSums(dict[str, ExactSum]):
             known = ranks.share([list(digits) for digits in mine])
             for piece, digits, *exponents in zip(rest, mine, *known, strict=True):
                 piece.combine(ranks, digits, sorted(set().union(*exponents)))
+
+
+def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """The sum of some clients' values, shape (clients, ...), each times its weight, in double precision."""
+    if values.device.type == "mps":  # which has none
+        values = values.cpu()
+    factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
+    # Some columns at a time stay in a CPU's cache.
+    columns = values.detach().flatten(1).split(8192 if values.device.type == "cpu" else values[0].numel() or 1, dim=1)
+    return torch.cat([factors @ part.double() for part in columns]).view(values.shape[1:])
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,13 +29,15 @@ A reduction of your own is a `Reduction` with an `Accumulator`. It stands wherev
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lightning_fcl.federation.exact import ExactSums, round_to
+from lightning_fcl.federation.exact import ExactSums, round_to, weighted_sum
 from lightning_fcl.federation.ranks import Ranks
 
 State = dict[str, Tensor]
@@ -158,33 +160,47 @@ class Gather:
         return self._rule({n: [row.to(server[n].device) for row in rows] for n, rows in self._rows.items()}, server)
 
 
-class _Mean:
-    """The weighted mean, from a sum and the sum of the weights."""
+class WeightedMean:
+    """The weighted mean, from a sum and the weights."""
 
     def __init__(self) -> None:
         self._sums = ExactSums()
-        self._weights = ExactSums()
+        self._weights: list[float] = []
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values, weights)
-        self._weights.add({"": torch.ones(len(weights))}, weights)
+        self._weights += weights
+
+    def add_cohort(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        """Take in clients that have trained side by side: of floating-point numbers one weighted sum for all."""
+        exact = {name: value for name, value in values.items() if not value.is_floating_point()}
+        self._sums.add(exact, weights)
+        self._sums.add({n: weighted_sum(value, weights)[None] for n, value in values.items() if n not in exact})
+        self._weights += weights
 
     def combine(self, ranks: Ranks) -> None:
         self._sums.combine(ranks)
-        self._weights.combine(ranks)
+        self._weights = list(itertools.chain.from_iterable(ranks.share(self._weights)))
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        weight = self._weights[""].total()
+        weight = math.fsum(self._weights)
         means = {name: exact.mean(weight, server[name]) for name, exact in self._sums.items()}
         return {name: mean.to(server[name].device) for name, mean in means.items()}
 
 
-class _SparseMean(_Mean):
+class _SparseMean:
     """The weighted mean of each number over those who send it, from the sum of their weights."""
+
+    def __init__(self) -> None:
+        self._sums, self._weights = ExactSums(), ExactSums()
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values, weights)
         self._weights.add({name: (value != 0).float() for name, value in values.items()}, weights)
+
+    def combine(self, ranks: Ranks) -> None:
+        self._sums.combine(ranks)
+        self._weights.combine(ranks)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         state: State = {}
@@ -219,7 +235,7 @@ class Mean(Reduction):
     name = "mean"
 
     def accumulator(self) -> Accumulator:
-        return _Mean()
+        return WeightedMean()
 
 
 class SparseMean(Reduction):

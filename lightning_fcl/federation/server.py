@@ -211,7 +211,8 @@ class FederatedServer:
             sent = self.aggregator.set_aside(sent, odd)
             coded, each = self.code(clients, sent)
             numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
-            self.aggregator.add_all({**sent, **coded}, weights, numbers)
+            add = self.aggregator.add_cohort if len(clients) > 1 else self.aggregator.add_all
+            add({**sent, **coded}, weights, numbers)
             by_value = [name for name in sent if not self.reductions[name].by_shape]
             for i, client in enumerate(clients):
                 self.record.upload(client, each + sum(self.reductions[n].wire_bytes(sent[n][i]) for n in by_value))
