@@ -167,8 +167,8 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
     if values.device.type == "mps":  # which has none
         values = values.cpu()
     factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
-    # Some columns at a time stay in a CPU's cache.
-    columns = values.detach().flatten(1).split(8192 if values.device.type == "cpu" else values[0].numel() or 1, dim=1)
+    size = PIECE // len(values) if values.device.type == "cpu" else values.numel()
+    columns = values.detach().flatten(1).split(max(1, size), dim=1)
     return torch.cat([factors @ part.double() for part in columns]).view(values.shape[1:])
 
 

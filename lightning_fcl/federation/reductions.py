@@ -166,6 +166,7 @@ class WeightedMean:
     def __init__(self) -> None:
         self._sums = ExactSums()
         self._weights: list[float] = []
+        self._cohort: State = {}  # sums of the last cohort, which may be the only one
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values, weights)
@@ -173,18 +174,25 @@ class WeightedMean:
 
     def add_cohort(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         """Take in clients that have trained side by side: of floating-point numbers one weighted sum for all."""
-        exact = {name: value for name, value in values.items() if not value.is_floating_point()}
-        self._sums.add(exact, weights)
-        self._sums.add({n: weighted_sum(value, weights)[None] for n, value in values.items() if n not in exact})
-        self._weights += weights
+        self._add_last_cohort()
+        self._cohort = {n: weighted_sum(value, weights) for n, value in values.items() if value.is_floating_point()}
+        self.add({name: value for name, value in values.items() if name not in self._cohort}, weights)
+
+    def _add_last_cohort(self) -> None:
+        self._sums.add({name: value[None] for name, value in self._cohort.items()})
+        self._cohort = {}
 
     def combine(self, ranks: Ranks) -> None:
+        self._add_last_cohort()
         self._sums.combine(ranks)
         self._weights = list(itertools.chain.from_iterable(ranks.share(self._weights)))
 
     def result(self, server: Mapping[str, Tensor]) -> State:
+        if any(name in self._sums for name in self._cohort):
+            self._add_last_cohort()
         weight = math.fsum(self._weights)
         means = {name: exact.mean(weight, server[name]) for name, exact in self._sums.items()}
+        means |= {name: round_to(value / weight + 0.0, server[name].dtype) for name, value in self._cohort.items()}
         return {name: mean.to(server[name].device) for name, mean in means.items()}
 
 
