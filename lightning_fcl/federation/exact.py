@@ -84,11 +84,19 @@ class ExactSum:
 
     def mean(self, weight: float, like: Tensor) -> Tensor:
         """The sum by the sum of its weights, in the type of another tensor, to whose numbers those added are near."""
-        if like.dtype is not torch.int64 or not bool((like.abs() > 1 << 53).any()):
-            return round_to(self.total() / weight, like.dtype)
-        change = copy.deepcopy(self)  # double precision has not all of such numbers, but what they differ by
-        change.add(-like[None], Weights([weight]))
-        return like.to(self._device) + round_to(change.total() / weight, like.dtype)
+        if like.dtype is torch.int64 and bool((like.abs() > 1 << 53).any()):
+            change = copy.deepcopy(self)  # double precision has not all of such numbers, but what they differ by
+            change.add(-like[None], Weights([weight]))
+            return like.to(self._device) + change._mean(weight, like.dtype)
+        return self._mean(weight, like.dtype)
+
+    def _mean(self, weight: float, dtype: torch.dtype) -> Tensor:
+        if self._complex:
+            return (self.total() / weight).to(dtype)
+        mean = torch.empty(self.size, dtype=dtype, device=self._device)
+        for part, piece in zip(mean.split(self._step), self._pieces, strict=True):  # no second copy of a large tensor
+            part.copy_(round_to(piece.total() / weight, dtype))
+        return mean.view(self._shape)
 
     def _whole(self) -> Tensor:
         whole = torch.zeros(self.size, dtype=torch.int64, device=self._device)

@@ -299,6 +299,7 @@ class FederatedServer:
             moving = [name for name in rules if self.state[name].is_floating_point()]
             check_moved(self.state, aggregate, moving, self.largest_update)
         self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
+        self.aggregator = Aggregator({})  # the next one may take as much room
         self._offer(aggregate)
         self.store.end_round()
         return aggregate
