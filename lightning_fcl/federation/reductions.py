@@ -188,10 +188,10 @@ class WeightedMean:
         self._weights = list(itertools.chain.from_iterable(ranks.share(self._weights)))
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        if any(name in self._sums for name in self._cohort):
+        if any(name in self._sums.by_name for name in self._cohort):
             self._add_last_cohort()
         weight = math.fsum(self._weights)
-        means = {name: exact.mean(weight, server[name]) for name, exact in self._sums.items()}
+        means = {name: exact.mean(weight, server[name]) for name, exact in self._sums.by_name.items()}
         means |= {name: round_to(value / weight + 0.0, server[name].dtype) for name, value in self._cohort.items()}
         return {name: mean.to(server[name].device) for name, mean in means.items()}
 
@@ -212,8 +212,8 @@ class _SparseMean:
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         state: State = {}
-        for name, exact in self._sums.items():
-            old, share = server[name], self._weights[name].total()
+        for name, exact in self._sums.by_name.items():
+            old, share = server[name], self._weights.by_name[name].total()
             mean = round_to(exact.total() / share.masked_fill(share == 0, 1.0), old.dtype).to(old.device)
             state[name] = torch.where((share != 0).to(old.device), mean, old)
         return state
@@ -233,8 +233,8 @@ class _Sum:
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         sums = copy.deepcopy(self._sums)
-        sums.add({name: server[name][None] for name in sums})
-        return {name: exact.total(server[name].dtype).to(server[name].device) for name, exact in sums.items()}
+        sums.add({name: server[name][None] for name in sums.by_name})
+        return {name: exact.total(server[name].dtype).to(server[name].device) for name, exact in sums.by_name.items()}
 
 
 class Mean(Reduction):

@@ -216,6 +216,7 @@ def test_what_cannot_be_added_is_refused_by_name(wrong):
         aggregator = Aggregator({"head.w": Mean()})
         with pytest.raises(ValueError, match=f"^{re.escape(message)} up to 2.0.$"):
             aggregator.add_all({"head.w": uploads}, [2.0] * len(uploads), range(len(uploads)))
+            aggregator.result({"head.w": torch.zeros(3, dtype=torch.float64)})
 
 
 @pytest.mark.parametrize(
