@@ -17,7 +17,8 @@ Every entry of a module's state has one *reduction*. These are known by name:
 ========================  ===========================================================================================
 
 Means and sums are exact, and the others go by sorted values or by the clients' numbers: none depends on the order in
-which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact`).
+which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact`). Of clients that
+have trained side by side, a mean takes in one weighted sum, in double precision.
 
 All but the last three stream: their memory does not grow with the number of clients.
 

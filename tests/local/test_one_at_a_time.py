@@ -246,7 +246,7 @@ REFUSED = {
 
 
 @pytest.mark.may(
-    "look at values, measure, draw, log by its logger, keep something or optimise by hand in its step",
+    "look at values, also those of metrics, draw, log by its logger, keep something or optimise by hand in its step",
     "it trains one client at a time, and `trainer.strategy.why_one_at_a_time` says why",
 )
 @pytest.mark.parametrize("make", REFUSED)
