@@ -97,7 +97,7 @@ class ExactSum:
         if self._complex:
             return (self.total() / weight).to(dtype)
         mean = torch.empty(self.size, dtype=dtype, device=self._device)
-        for part, piece in zip(mean.split(self._step), self._pieces, strict=True):  # no second copy of a large tensor
+        for part, piece in zip(_split(mean, self._step), self._pieces, strict=False):  # no second copy of a large tensor
             part.copy_(round_to(piece.total() / weight, dtype))
         return mean.view(self._shape)
 
@@ -216,7 +216,7 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
         values = values.cpu()
     factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
     size = PIECE // len(values) if values.device.type == "cpu" else values.numel()
-    columns = values.detach().flatten(1).split(max(1, size), dim=1)
+    columns = _split(values.detach().flatten(1), max(1, size), dim=1)
     return torch.cat([factors @ part.double() for part in columns]).view(values.shape[1:])
 
 

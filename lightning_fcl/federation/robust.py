@@ -66,7 +66,7 @@ def _nearest(pieces: Iterable[Tensor], byzantine: int) -> int:
 def _pieces(rows: Sequence[Tensor]) -> Iterator[Tensor]:
     """Uploads of an entry, some of their numbers at a time, shape (clients, numbers): nowhere is a copy of all."""
     size = max(1, _NUMBERS // len(rows))
-    yield from map(torch.stack, zip(*(row.flatten().split(size) for row in rows), strict=True))
+    yield from map(torch.stack, zip(*(torch.split(row.flatten(), size) for row in rows), strict=True))
 
 
 def _by_coordinate(rule: Callable[[Tensor], Tensor]) -> Accumulator:
