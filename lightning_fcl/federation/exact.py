@@ -97,7 +97,7 @@ class ExactSum:
         if self._complex:
             return (self.total() / weight).to(dtype)
         mean = torch.empty(self.size, dtype=dtype, device=self._device)
-        for part, piece in zip(_split(mean, self._step), self._pieces, strict=False):  # no second copy of a large tensor
+        for part, piece in zip(_split(mean, self._step), self._pieces, strict=False):  # no copy of it all
             part.copy_(round_to(piece.total() / weight, dtype))
         return mean.view(self._shape)
 
