@@ -107,17 +107,17 @@ class Recorder:
                 ("reset", _refuse_value),
             ):
                 stand_ins.append((vars(metric), function, stand_in))
-        before = [own.get(name) for own, name, _ in stand_ins]
-        for own, name, stand_in in stand_ins:
-            own[name] = stand_in
+        before = [own.get(function) for own, function, _ in stand_ins]
+        for own, function, stand_in in stand_ins:
+            own[function] = stand_in
         try:
             yield
         finally:
-            for (own, name, _), function in zip(stand_ins, before, strict=True):
-                if function is None:
-                    del own[name]
+            for (own, function, _), replaced in zip(stand_ins, before, strict=True):
+                if replaced is None:
+                    del own[function]
                 else:
-                    own[name] = function
+                    own[function] = replaced
 
     def _measure(self, name: str, called: bool, *args: Any, **kwargs: Any) -> _BatchValue | None:
         values, given = tree_flatten((args, kwargs))
@@ -189,7 +189,9 @@ class Recorder:
             else:
                 self._module.log(line.name, _AMONG[line.reduction](values), **line.flags, batch_size=sum(sizes))
         for name, line in measured.items():
-            self._module.log(name, self._metrics[line.flags["metric_attribute"]], **line.flags)
+            metric = self._metrics[line.flags["metric_attribute"]]
+            if isinstance(metric, Metric):  # none else is logged
+                self._module.log(name, metric, **line.flags)
 
     def _update(self, line: Measured, values: Sequence[Tensor]) -> None:
         """Update a metric by each client's batch: it may be of any shape."""
