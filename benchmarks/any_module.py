@@ -3,9 +3,10 @@
     python benchmarks/any_module.py
 
 100 clients with digits and an MLP 64-32-10, one full batch each: plain, with batch normalisation, with dropout, with
-batches that are dicts, which a data set's own code makes; and with 4 to 26 digits a client in place of 15. The module
-knows nothing of this library. The weights of both ways are compared first, but with dropout. Nothing else should run on
-the machine.
+batches that are dicts, which a data set's own code makes; and with 4 to 26 digits a client in place of 15. Then 16
+clients with digits and a small residual network with batch normalisation. The module knows nothing of this library. The
+weights of both ways are compared first, but with dropout. Last, clients train one at a time, against a plain Trainer:
+its steps, and what a client takes beside them. Nothing else should run on the machine.
 """
 
 import argparse
@@ -27,23 +28,48 @@ from lightning_fcl import FederatedStrategy, FederatedStream
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 
-CLIENTS = 100
+
+def mlp(*between):
+    """The network of digits, with other layers in the middle."""
+    return nn.Sequential(nn.Linear(64, 32), *between, nn.ReLU(), nn.Linear(32, 10))
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch normalisation, and a way around them."""
+
+    def __init__(self, channels):
+        super().__init__()
+        layers = [nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, *copy.deepcopy(layers[:2]))
+
+    def forward(self, x):
+        """Same shape."""
+        return F.relu(x + self.layers(x))
+
+
+def residual_network():
+    """Eight channels, two blocks."""
+    start = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*start, Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+
 CASES = {
-    "plain": [],
-    "batch norm": [nn.BatchNorm1d(32)],
-    "dropout": [nn.Dropout(0.2)],
-    "dict batches": [],
-    "4 to 26 digits": [],
+    "plain": (100, mlp),
+    "batch norm": (100, lambda: mlp(nn.BatchNorm1d(32))),
+    "dropout": (100, lambda: mlp(nn.Dropout(0.2))),
+    "dict batches": (100, mlp),
+    "4 to 26 digits": (100, mlp),
+    "residual network": (16, residual_network),
 }
 
 
 class Module(L.LightningModule):
     """What a user brings."""
 
-    def __init__(self, layers):
+    def __init__(self, network):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(64, 32), *copy.deepcopy(layers), nn.ReLU(), nn.Linear(32, 10))
+        self.net = network()
 
     def training_step(self, batch, batch_idx):
         """The loss."""
@@ -70,31 +96,32 @@ class Dicts(torch.utils.data.Dataset):
 
 def digits(name):
     """Samples, labels and owners of a case."""
-    sizes = np.resize(np.arange(4, 27), CLIENTS) if name == "4 to 26 digits" else np.full(CLIENTS, 15)
+    clients = CASES[name][0]
+    sizes = np.resize(np.arange(4, 27), clients) if name == "4 to 26 digits" else np.full(clients, 15)
     x, y = load_digits(return_X_y=True)
     chosen = np.resize(np.random.default_rng(0).permutation(len(y)), sizes.sum())
-    return torch.tensor(x[chosen] / 16, dtype=torch.float32), torch.tensor(y[chosen]), np.repeat(range(CLIENTS), sizes)
+    return torch.tensor(x[chosen] / 16, dtype=torch.float32), torch.tensor(y[chosen]), np.repeat(range(clients), sizes)
 
 
-def through_trainer(name, rounds):
+def through_trainer(name, rounds, batch_size=26, cohort_size="auto"):
     """Seconds per round inside one `Trainer.fit`, without its start; and the weights."""
     x, y, owner = digits(name)
     data = (Dicts(x, y), None) if name == "dict batches" else (x, y)
     scenario = ClassIncremental(experiences=1, rounds_per_experience=rounds + 1)
-    stream = FederatedStream.from_arrays(*data, owner, scenario=scenario, split=Split(test=0.0), batch_size=26, seed=0)
-    clock, module = Clock(), Module(CASES[name])
-    trainer = trainer_of(clock, rounds, FederatedStrategy(seed=0))
-    trainer.fit(module, datamodule=stream)
-    assert trainer.strategy.clients_at_once > 1, trainer.strategy.why_one_at_a_time
+    options = {"scenario": scenario, "split": Split(test=0.0), "batch_size": batch_size, "seed": 0}
+    clock, module = Clock(), Module(CASES[name][1])
+    trainer = trainer_of(clock, rounds, FederatedStrategy(seed=0, cohort_size=cohort_size))
+    trainer.fit(module, datamodule=FederatedStream.from_arrays(*data, owner, **options))
+    assert (trainer.strategy.clients_at_once > 1) == (cohort_size == "auto"), trainer.strategy.why_one_at_a_time
     return (clock.end - clock.start) / rounds, module.state_dict()
 
 
 def by_hand(name, rounds):
     """Seconds per round of the loop that everyone writes first; and the weights."""
     x, y, owner = digits(name)
-    clients = [torch.from_numpy(np.flatnonzero(owner == client)) for client in range(CLIENTS)]
+    clients = [torch.from_numpy(np.flatnonzero(owner == client)) for client in range(CASES[name][0])]
     data = [(x[rows], y[rows]) for rows in clients]
-    local = Module(CASES[name]).train()
+    local = Module(CASES[name][1]).train()
     server = {entry: value.clone() for entry, value in local.state_dict().items()}
     start = 0.0
     for round in range(rounds + 1):
@@ -128,6 +155,29 @@ def compare(name, rounds, repeats):
     )
 
 
+def plain_step(rounds):
+    """Seconds per step of a Trainer without clients."""
+    x, y, _ = digits("plain")
+    clock, loader = Clock(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
+    trainer_of(clock, rounds, "auto").fit(Module(mlp), loader)
+    return (clock.end - clock.start) / rounds / len(loader)
+
+
+def compare_one_at_a_time(rounds, repeats):
+    """Print what a step takes against a plain Trainer's, and what a client takes beside its steps."""
+    steps, besides = [], []
+    for _ in range(repeats):
+        one, eight = (through_trainer("plain", rounds, size, 1)[0] / CASES["plain"][0] for size in (15, 2))
+        own, plain = (eight - one) / 7, plain_step(rounds)
+        steps.append(own / plain)
+        besides.append(1000 * (one - own))
+    print(
+        f"one at a time: a step {statistics.median(steps):.3f} of a plain Trainer's ({min(steps):.3f} to "
+        f"{max(steps):.3f}), a client {statistics.median(besides):.2f} ms beside its steps",
+        flush=True,
+    )
+
+
 def main():
     """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,6 +191,7 @@ def main():
     print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
     for name in CASES:
         compare(name, 3 if options.quick else 100, 1 if options.quick else options.repeats)
+    compare_one_at_a_time(2 if options.quick else 20, 1 if options.quick else options.repeats)
 
 
 if __name__ == "__main__":

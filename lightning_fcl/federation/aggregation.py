@@ -25,6 +25,7 @@ from lightning_fcl.federation.reductions import (
     SparseMean,
     State,
     Sum,
+    WeightedMean,
 )
 from lightning_fcl.federation.robust import Krum, Median, TrimmedMean
 
@@ -186,16 +187,26 @@ class Aggregator:
     def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int]) -> None:
         """Take in uploads of the clients of these numbers, every entry of shape (clients, ...)."""
         for names, accumulator in self._groups:
-            for name in names:
-                shape = tuple(uploads[name].shape[1:])
-                if shape != self._shapes.setdefault(name, shape):
-                    raise ValueError(
-                        f"Expected `{name}` of shape {self._shapes[name]}, as the other clients sent it, but got "
-                        f"{shape}."
-                    )
-            accumulator.add({name: uploads[name].detach() for name in names}, weights)
+            accumulator.add(self._checked(uploads, names), weights)
         self._numbers += numbers
         self.uploads += len(weights)
+
+    def add_cohort(self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int]) -> None:
+        """Take in uploads of clients that have trained side by side, whose means may be rounded together."""
+        for names, accumulator in self._groups:
+            add = accumulator.add_cohort if isinstance(accumulator, WeightedMean) else accumulator.add
+            add(self._checked(uploads, names), weights)
+        self._numbers += numbers
+        self.uploads += len(weights)
+
+    def _checked(self, uploads: Mapping[str, Tensor], names: Sequence[str]) -> State:
+        for name in names:
+            shape = tuple(uploads[name].shape[1:])
+            if shape != self._shapes.setdefault(name, shape):
+                raise ValueError(
+                    f"Expected `{name}` of shape {self._shapes[name]}, as the other clients sent it, but got {shape}."
+                )
+        return {name: uploads[name].detach() for name in names}
 
     def set_aside(self, uploads: State, names: Sequence[str]) -> State:
         """Uploads to add, with zeros for the numbers of some entries that are not finite: they stay the server's."""

@@ -25,6 +25,9 @@ from torch import Tensor
 from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Mark, Piece, Weights, common_mark
 from lightning_fcl.federation.ranks import Ranks
 
+_WAITING = 4_000_000
+"""Numbers of uploads that wait to be added together."""
+
 
 class ExactSum:
     """The weighted sum of tensors of the shape, device and kind of one: exact, rounded only when it is asked for."""
@@ -82,13 +85,21 @@ class ExactSum:
             raise ValueError(f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.")
         return rounded.to(dtype)
 
-    def mean(self, weight: Tensor, like: Tensor) -> Tensor:
+    def mean(self, weight: float, like: Tensor) -> Tensor:
         """The sum by the sum of its weights, in the type of another tensor, to whose numbers those added are near."""
-        if like.dtype is not torch.int64 or not bool((like.abs() > 1 << 53).any()):
-            return round_to(self.total() / weight, like.dtype)
-        change = copy.deepcopy(self)  # double precision has not all of such numbers, but what they differ by
-        change.add(-like[None], Weights([float(weight)]))
-        return like.to(weight.device) + round_to(change.total() / weight, like.dtype)
+        if like.dtype is torch.int64 and bool((like.abs() > 1 << 53).any()):
+            change = copy.deepcopy(self)  # double precision has not all of such numbers, but what they differ by
+            change.add(-like[None], Weights([weight]))
+            return like.to(self._device) + change._mean(weight, like.dtype)
+        return self._mean(weight, like.dtype)
+
+    def _mean(self, weight: float, dtype: torch.dtype) -> Tensor:
+        if self._complex:
+            return (self.total() / weight).to(dtype)
+        mean = torch.empty(self.size, dtype=dtype, device=self._device)
+        for part, piece in zip(_split(mean, self._step), self._pieces, strict=False):  # no copy of it all
+            part.copy_(round_to(piece.total() / weight, dtype))
+        return mean.view(self._shape)
 
     def _whole(self) -> Tensor:
         whole = torch.zeros(self.size, dtype=torch.int64, device=self._device)
@@ -127,25 +138,58 @@ class ExactSum:
         return (tuple(self._shape[:-1]), torch.complex64) if self._complex else (tuple(self._shape), torch.float32)
 
 
-class ExactSums(dict[str, ExactSum]):
+class ExactSums:
     """The exact sums of entries, by name."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, ExactSum] = {}
+        # Single clients' uploads, which are added a stack at a time: the sums are the same, and one takes no longer.
+        self._waiting: list[Mapping[str, Tensor]] = []
+        self._weights: list[float] = []
+
+    @property
+    def by_name(self) -> dict[str, ExactSum]:
+        """Each entry's sum of all that was added."""
+        self._add_waiting()
+        return self._sums
+
+    def _add_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        weights, self._weights = self._weights, []
+        if waiting:
+            self._add({name: torch.cat([upload[name] for upload in waiting]) for name in waiting[0]}, Weights(weights))
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float] | None = None) -> None:
         """Add some clients' uploads, every entry of shape (clients, ...), each client's times its weight, if any."""
-        factors = None if weights is None else Weights(weights)
+        if not values:
+            return
+        weights = weights or [1.0] * len(next(iter(values.values())))
+        size = sum(value.numel() for value in values.values())
+        if self._waiting and not _alike(values, self._waiting[0]):
+            self._add_waiting()
+        if len(weights) > 1 or 2 * size > _WAITING:
+            self._add(values, Weights(weights))
+            return
+        self._waiting.append({name: value.detach().clone() for name, value in values.items()})
+        self._weights += weights
+        if len(self._waiting) * size > _WAITING:
+            self._add_waiting()
+
+    def _add(self, values: Mapping[str, Tensor], weights: Weights) -> None:
         for name, value in values.items():
-            if name not in self:
-                self[name] = ExactSum(value[0], name)
-            self[name].add(value, factors)
+            if name not in self._sums:
+                self._sums[name] = ExactSum(value[0], name)
+            self._sums[name].add(value, weights)
 
     def combine(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""
-        told = ranks.share({name: (exact.kind, exact.marks()) for name, exact in self.items()})
+        sums = self.by_name
+        told = ranks.share({name: (exact.kind, exact.marks()) for name, exact in sums.items()})
         parts: list[tuple[Piece, Mark | None]] = []
         for name in dict.fromkeys(name for part in told for name in part):
             theirs = [part[name] for part in told if name in part]
             shape, dtype = theirs[0][0]
-            exact = self.setdefault(name, ExactSum(torch.empty(shape, dtype=dtype, device="cpu"), name))
+            exact = sums.setdefault(name, ExactSum(torch.empty(shape, dtype=dtype, device="cpu"), name))
             parts += exact.with_marks(marks for _, marks in theirs)
         fitting = [(piece, mark) for piece, mark in parts if mark is not None]
         if fitting:
@@ -160,6 +204,20 @@ class ExactSums(dict[str, ExactSum]):
             known = ranks.share([list(digits) for digits in mine])
             for piece, digits, *exponents in zip(rest, mine, *known, strict=True):
                 piece.combine(ranks, digits, sorted(set().union(*exponents)))
+
+
+def _alike(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(value.dtype == right[name].dtype for name, value in left.items())
+
+
+def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """The sum of some clients' values, shape (clients, ...), each times its weight, in double precision."""
+    if values.device.type == "mps":  # which has none
+        values = values.cpu()
+    factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
+    size = PIECE // len(values) if values.device.type == "cpu" else values.numel()
+    columns = _split(values.detach().flatten(1), max(1, size), dim=1)
+    return torch.cat([factors @ part.double() for part in columns]).view(values.shape[1:])
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,8 @@ Every entry of a module's state has one *reduction*. These are known by name:
 ========================  ===========================================================================================
 
 Means and sums are exact, and the others go by sorted values or by the clients' numbers: none depends on the order in
-which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact`).
+which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact`). Of clients that
+have trained side by side, a mean takes in one weighted sum, in double precision.
 
 All but the last three stream: their memory does not grow with the number of clients.
 
@@ -29,13 +30,15 @@ A reduction of your own is a `Reduction` with an `Accumulator`. It stands wherev
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lightning_fcl.federation.exact import ExactSums, round_to
+from lightning_fcl.federation.exact import ExactSums, round_to, weighted_sum
 from lightning_fcl.federation.ranks import Ranks
 
 State = dict[str, Tensor]
@@ -158,38 +161,60 @@ class Gather:
         return self._rule({n: [row.to(server[n].device) for row in rows] for n, rows in self._rows.items()}, server)
 
 
-class _Mean:
-    """The weighted mean, from a sum and the sum of the weights."""
+class WeightedMean:
+    """The weighted mean, from a sum and the weights."""
 
     def __init__(self) -> None:
         self._sums = ExactSums()
-        self._weights = ExactSums()
+        self._weights: list[float] = []
+        self._cohort: State = {}  # sums of the last cohort, which may be the only one
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values, weights)
-        self._weights.add({"": torch.ones(len(weights))}, weights)
+        self._weights += weights
+
+    def add_cohort(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        """Take in clients that have trained side by side: of floating-point numbers one weighted sum for all."""
+        self._add_last_cohort()
+        self._cohort = {n: weighted_sum(value, weights) for n, value in values.items() if value.is_floating_point()}
+        self.add({name: value for name, value in values.items() if name not in self._cohort}, weights)
+
+    def _add_last_cohort(self) -> None:
+        self._sums.add({name: value[None] for name, value in self._cohort.items()})
+        self._cohort = {}
+
+    def combine(self, ranks: Ranks) -> None:
+        self._add_last_cohort()
+        self._sums.combine(ranks)
+        self._weights = list(itertools.chain.from_iterable(ranks.share(self._weights)))
+
+    def result(self, server: Mapping[str, Tensor]) -> State:
+        if any(name in self._sums.by_name for name in self._cohort):
+            self._add_last_cohort()
+        weight = math.fsum(self._weights)
+        means = {name: exact.mean(weight, server[name]) for name, exact in self._sums.by_name.items()}
+        means |= {name: round_to(value / weight + 0.0, server[name].dtype) for name, value in self._cohort.items()}
+        return {name: mean.to(server[name].device) for name, mean in means.items()}
+
+
+class _SparseMean:
+    """The weighted mean of each number over those who send it, from the sum of their weights."""
+
+    def __init__(self) -> None:
+        self._sums, self._weights = ExactSums(), ExactSums()
+
+    def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        self._sums.add(values, weights)
+        self._weights.add({name: (value != 0).float() for name, value in values.items()}, weights)
 
     def combine(self, ranks: Ranks) -> None:
         self._sums.combine(ranks)
         self._weights.combine(ranks)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        weight = self._weights[""].total()
-        means = {name: exact.mean(weight, server[name]) for name, exact in self._sums.items()}
-        return {name: mean.to(server[name].device) for name, mean in means.items()}
-
-
-class _SparseMean(_Mean):
-    """The weighted mean of each number over those who send it, from the sum of their weights."""
-
-    def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        self._sums.add(values, weights)
-        self._weights.add({name: (value != 0).float() for name, value in values.items()}, weights)
-
-    def result(self, server: Mapping[str, Tensor]) -> State:
         state: State = {}
-        for name, exact in self._sums.items():
-            old, share = server[name], self._weights[name].total()
+        for name, exact in self._sums.by_name.items():
+            old, share = server[name], self._weights.by_name[name].total()
             mean = round_to(exact.total() / share.masked_fill(share == 0, 1.0), old.dtype).to(old.device)
             state[name] = torch.where((share != 0).to(old.device), mean, old)
         return state
@@ -209,8 +234,8 @@ class _Sum:
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         sums = copy.deepcopy(self._sums)
-        sums.add({name: server[name][None] for name in sums})
-        return {name: exact.total(server[name].dtype).to(server[name].device) for name, exact in sums.items()}
+        sums.add({name: server[name][None] for name in sums.by_name})
+        return {name: exact.total(server[name].dtype).to(server[name].device) for name, exact in sums.by_name.items()}
 
 
 class Mean(Reduction):
@@ -219,7 +244,7 @@ class Mean(Reduction):
     name = "mean"
 
     def accumulator(self) -> Accumulator:
-        return _Mean()
+        return WeightedMean()
 
 
 class SparseMean(Reduction):

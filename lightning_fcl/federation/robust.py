@@ -5,7 +5,9 @@ None depends on the order of the uploads: the first two sort the values, and Kru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,10 +18,13 @@ from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, 
 
 Rows = Mapping[str, list[Tensor]]
 
+_NUMBERS = 1 << 20  # of all uploads, that are looked at together
+
 
 def median(stack: Tensor) -> Tensor:
     """Coordinate-wise median over the first dimension; the mean of the middle two for an even number."""
-    middle = torch.quantile(stack.double(), 0.5, dim=0)
+    values, last = stack.sort(dim=0).values, len(stack) - 1
+    middle = torch.lerp(values[last // 2].double(), values[-(-last // 2)].double(), 0.5)
     return round_to(middle + 0.0, stack.dtype)  # no zero has a sign, which could be that of whoever came first
 
 
@@ -39,14 +44,35 @@ def krum(uploads: Tensor, byzantine: int) -> int:
     Of flattened uploads, shape (clients, parameters), with ``clients - byzantine - 2`` neighbours, at least 1. The
     first of equal ones: two that are each other's nearest neighbours are equal where one neighbour counts.
     """
+    return _nearest([uploads], byzantine)
+
+
+def _nearest(pieces: Iterable[Tensor], byzantine: int) -> int:
+    """The same for uploads some columns of which come at a time."""
     # Not by products of matrices, which would tell two equal distances apart.
-    rows = uploads.double()
-    distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist") ** 2
-    neighbours = max(1, min(len(uploads) - byzantine - 2, len(uploads) - 1))
-    if len(uploads) == 1:
+    distances = sum(
+        torch.cdist(piece, piece, compute_mode="donot_use_mm_for_euclid_dist") ** 2
+        for piece in (piece.double() for piece in pieces)
+    )
+    assert isinstance(distances, Tensor)  # there are uploads
+    clients = len(distances)
+    if clients == 1:
         return 0
+    neighbours = max(1, min(clients - byzantine - 2, clients - 1))
     nearest = distances.sort(dim=1).values[:, 1 : 1 + neighbours]
     return int(nearest.sum(dim=1).argmin())
+
+
+def _pieces(rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Uploads of an entry, some of their numbers at a time, shape (clients, numbers): nowhere is a copy of all."""
+    size = max(1, _NUMBERS // len(rows))
+    yield from map(torch.stack, zip(*(torch.split(row.flatten(), size) for row in rows), strict=True))
+
+
+def _by_coordinate(rule: Callable[[Tensor], Tensor]) -> Accumulator:
+    return Gather(
+        lambda rows, server: {n: torch.cat([*map(rule, _pieces(row))]).view_as(row[0]) for n, row in rows.items()}
+    )
 
 
 class Median(Reduction):
@@ -55,7 +81,7 @@ class Median(Reduction):
     name = "median"
 
     def accumulator(self) -> Accumulator:
-        return Gather(lambda rows, server: {name: median(torch.stack(row)) for name, row in rows.items()})
+        return _by_coordinate(median)
 
 
 class TrimmedMean(Reduction):
@@ -72,9 +98,7 @@ class TrimmedMean(Reduction):
         self.trim = trim
 
     def accumulator(self) -> Accumulator:
-        return Gather(
-            lambda rows, server: {name: trimmed_mean(torch.stack(row), self.trim) for name, row in rows.items()}
-        )
+        return _by_coordinate(partial(trimmed_mean, trim=self.trim))
 
 
 class Krum(Reduction):
@@ -94,8 +118,5 @@ class Krum(Reduction):
         return Gather(self._choose)
 
     def _choose(self, rows: Rows, server: Mapping[str, Tensor]) -> State:
-        clients = [
-            torch.cat([value.flatten().double() for value in upload]) for upload in zip(*rows.values(), strict=True)
-        ]
-        chosen = krum(torch.stack(clients), self.byzantine)
+        chosen = _nearest(itertools.chain.from_iterable(map(_pieces, rows.values())), self.byzantine)
         return {name: row[chosen] for name, row in rows.items()}

@@ -211,7 +211,8 @@ class FederatedServer:
             sent = self.aggregator.set_aside(sent, odd)
             coded, each = self.code(clients, sent)
             numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
-            self.aggregator.add_all({**sent, **coded}, weights, numbers)
+            add = self.aggregator.add_cohort if len(clients) > 1 else self.aggregator.add_all
+            add({**sent, **coded}, weights, numbers)
             by_value = [name for name in sent if not self.reductions[name].by_shape]
             for i, client in enumerate(clients):
                 self.record.upload(client, each + sum(self.reductions[n].wire_bytes(sent[n][i]) for n in by_value))
@@ -298,6 +299,7 @@ class FederatedServer:
             moving = [name for name in rules if self.state[name].is_floating_point()]
             check_moved(self.state, aggregate, moving, self.largest_update)
         self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
+        self.aggregator = Aggregator({})  # the next one may take as much room
         self._offer(aggregate)
         self.store.end_round()
         return aggregate

@@ -15,7 +15,6 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric
 
 from lightning_fcl.data.batches import Alike, Batch
 from lightning_fcl.data.client_round import ClientRound
@@ -24,7 +23,7 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.local.loose_state import LooseState
-from lightning_fcl.local.recorded import Line, Recorder
+from lightning_fcl.local.recorded import Line, Measured, Recorder
 from lightning_fcl.local.sequential import explained
 from lightning_fcl.local.stacked import StackedClients
 from lightning_fcl.methods.declaration import Declaration
@@ -61,7 +60,7 @@ class StepTrainer:
         self.clients_at_once = clients_at_once
         self.recorder = Recorder(module)
         self.losses = torch.zeros(0)  # of the step at hand, shape (clients,)
-        self.logged: list[tuple[Sequence[Line], Sequence[Tensor]]] = []  # in it, group by group
+        self.logged: list[tuple[Sequence[Line | Measured], Sequence[Any]]] = []  # in it, group by group
         self._module, self._template, self._randomness = module, optimizer, randomness
         self._step = _OwnStep(module)
         self._clients = StackedClients(module, methods, optimizer, seed)
@@ -84,7 +83,7 @@ class StepTrainer:
         self._clients.begin(clients, states, memories)
         schedules = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
         self._loose = LooseState(self._module, [self._template], schedules)
-        self._modes = self._counted()
+        self._modes = self._trains()
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         loss = self.losses_of(batch, batch_idx)
@@ -150,7 +149,7 @@ class StepTrainer:
         key: Tensor,
         known: Mapping[str, Any],
         batch: Batch,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Any]]:
         """One client's loss, and what it logs."""
         self._called = None
         named = {f"{_OwnStep.prefix}{name}": value for name, value in (*params.items(), *rest.items())}
@@ -214,10 +213,9 @@ class StepTrainer:
             every[rows] = gradient
         return every
 
-    def _counted(self) -> dict[str, tuple[bool, int]]:
-        """The mode of each of the module's parts, and how often it has been updated, if it is a metric."""
-        parts = self._module.named_modules()
-        return {name: (part.training, part.update_count if isinstance(part, Metric) else 0) for name, part in parts}
+    def _trains(self) -> dict[str, bool]:
+        """The mode of each of the module's parts."""
+        return {name: part.training for name, part in self._module.named_modules()}
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         return self._clients.optimizer_step(step, active)
@@ -229,7 +227,7 @@ class StepTrainer:
             ValueError: If their steps have left something on the module, where the next client would find it.
         """
         changed = self._loose.changes()
-        changed += [name for name, counted in self._counted().items() if counted != self._modes.get(name)]
+        changed += [name for name, mode in self._trains().items() if mode != self._modes.get(name)]
         if changed:
             raise ValueError(
                 f"Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "

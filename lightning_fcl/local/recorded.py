@@ -6,18 +6,23 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
-from torchmetrics import Metric
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torchmetrics import Metric, MetricCollection
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.protocol import Vectorizable
 
-METRIC = "its step updates a torchmetrics object; numbers that it logs are brought together for all clients"
+METRIC = (
+    "its step updates a torchmetrics object that is no part of the module, or goes by its value; one that is an "
+    "attribute, and is logged as it is, is updated for all clients"
+)
 """Why a step cannot run for several clients at once that measures."""
 
 _SIGNATURE = inspect.signature(L.LightningModule.log)
@@ -45,21 +50,45 @@ class Line:
     size: int
 
 
+@dataclass(frozen=True)
+class Measured:
+    """That a step updates a metric: all but the tensors that it gives it.
+
+    Args:
+        metric: The metric's name in the module.
+        called: Whether it is called, and not its `update`.
+        given: The nest of arguments.
+    """
+
+    metric: str
+    called: bool
+    given: TreeSpec
+
+
+class _BatchValue:
+    """What a metric that is called gives a step: of several clients at once, nothing to compute with."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(METRIC)
+
+
 class Recorder:
-    """Stands in the place of a module's `log` while a step runs, and of its `count_loss`, if it has one.
+    """Stands in the place of a module's `log` while a step runs, of its metrics, and of its `count_loss`, if there.
 
     Args:
         module: The module.
 
     Attributes:
-        lines: What the step has logged, in order.
-        values: Their values.
+        lines: What the step has logged and measured, in order.
+        values: Their values: a tensor, of what was measured a list of all that the metric was given.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
-        self.lines: list[Line] = []
-        self.values: list[Tensor] = []
+        self.lines: list[Line | Measured] = []
+        self.values: list[Any] = []
         self._module = module
+        parts = dict(module.named_modules())
+        self._metrics = {name: part for name, part in parts.items() if isinstance(part, Metric | MetricCollection)}
         self._batch: Batch = None
 
     @contextmanager
@@ -67,25 +96,49 @@ class Recorder:
         """Record what a step on a batch logs, and forget what others have."""
         self.lines, self.values, self._batch = [], [], batch
         own = vars(self._module)
-        stand_ins: dict[str, Callable[..., None]] = {"log": self._record}
+        stand_ins: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [(own, "log", self._record)]
         if isinstance(self._module, Vectorizable):
-            stand_ins["count_loss"] = self._count
-        before = {name: own[name] for name in stand_ins if name in own}
-        own.update(stand_ins)
+            stand_ins.append((own, "count_loss", self._count))
+        for name, metric in self._metrics.items():
+            for function, stand_in in (
+                ("forward", partial(self._measure, name, True)),
+                ("update", partial(self._measure, name, False)),
+                ("compute", _refuse_value),
+                ("reset", _refuse_value),
+            ):
+                stand_ins.append((vars(metric), function, stand_in))
+        before = [own.get(function) for own, function, _ in stand_ins]
+        for own, function, stand_in in stand_ins:
+            own[function] = stand_in
         try:
             yield
         finally:
-            for name in stand_ins:
-                del own[name]
-            own.update(before)
+            for (own, function, _), replaced in zip(stand_ins, before, strict=True):
+                if replaced is None:
+                    del own[function]
+                else:
+                    own[function] = replaced
+
+    def _measure(self, name: str, called: bool, *args: Any, **kwargs: Any) -> _BatchValue | None:
+        values, given = tree_flatten((args, kwargs))
+        if not (values and all(isinstance(value, Tensor) for value in values)):
+            raise ValueError(METRIC)
+        self.lines.append(Measured(name, called, given))
+        self.values.append([value.detach().clone() for value in values])
+        return _BatchValue() if called else None
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         flags = dict(_SIGNATURE.bind(None, name, value, *args, **kwargs).arguments)
         for known in ("self", "name", "value"):
             del flags[known]
+        if isinstance(value, Metric | _BatchValue):
+            names = [attribute for attribute, metric in self._metrics.items() if metric is value]
+            if not names:
+                raise ValueError(METRIC)
+            self.lines.append(Line(name, {**flags, "metric_attribute": names[0]}, "metric", 0))
+            self.values.append([])
+            return
         reduction = _REDUCTIONS.get(flags.get("reduce_fx", "mean"))
-        if isinstance(value, Metric):
-            raise ValueError(METRIC)
         if not isinstance(value, Tensor | int | float) or reduction is None:
             raise ValueError(f"its step logs `{name}`, which is no number, or reduced in a way of its own")
         size = flags.pop("batch_size", None)
@@ -104,16 +157,23 @@ class Recorder:
         self.lines.append(line)
         self.values.append(value.reshape(()))
 
-    def replay(self, groups: Sequence[tuple[Sequence[Line], Sequence[Tensor]]]) -> None:
-        """Log once what several groups of clients have logged.
+    def replay(self, groups: Sequence[tuple[Sequence[Line | Measured], Sequence[Any]]]) -> None:
+        """Log once what several groups of clients have logged, and update metrics by what each has given them.
 
         Args:
-            groups: For each the lines, and of every line the clients' values, shape (clients,).
+            groups: For each the lines, and of every line the clients' values, shape (clients, ...).
         """
+        measured: dict[str, Line] = {}
         found: dict[tuple[str, int], tuple[Line, list[Tensor], list[int]]] = {}
         for lines, columns in groups:
             often: dict[str, int] = {}
             for line, values in zip(lines, columns, strict=True):
+                if isinstance(line, Measured):
+                    self._update(line, values)
+                    continue
+                if line.reduction == "metric":
+                    measured[line.name] = line
+                    continue
                 often[line.name] = often.get(line.name, 0) + 1
                 _, all_values, sizes = found.setdefault((line.name, often[line.name]), (line, [], []))
                 all_values.append(values)
@@ -128,6 +188,21 @@ class Recorder:
                 self._module.log(line.name, mean, **line.flags, batch_size=sum(sizes))
             else:
                 self._module.log(line.name, _AMONG[line.reduction](values), **line.flags, batch_size=sum(sizes))
+        for name, line in measured.items():
+            metric = self._metrics[line.flags["metric_attribute"]]
+            if isinstance(metric, Metric):  # none else is logged
+                self._module.log(name, metric, **line.flags)
+
+    def _update(self, line: Measured, values: Sequence[Tensor]) -> None:
+        """Update a metric by each client's batch: it may be of any shape."""
+        metric = self._metrics[line.metric]
+        for each in zip(*values, strict=True):
+            args, kwargs = tree_unflatten(list(each), line.given)
+            (metric if line.called else metric.update)(*args, **kwargs)
+
+
+def _refuse_value(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(METRIC)
 
 
 _AMONG: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}

@@ -69,7 +69,7 @@ class SequentialTrainer:
     ) -> None:
         client_round, state = clients[0], states[0]
         self._client_round, self._steps, self._finite = client_round, 0, torch.tensor([True])
-        self._received = state.keys()
+        self._received = set(state)
         self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
         self._begun = copy.deepcopy([*map(group_values, self._optimizers)]) if self._keep_optimizer else []

@@ -8,6 +8,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import lightning.pytorch as L
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from lightning_fcl.data.batches import Alike, Batch, alike, stacked
@@ -30,7 +32,7 @@ from lightning_fcl.federation.optimizer_state import group_values, set_group_val
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.precision import StackedPrecision
-from lightning_fcl.local.recorded import METRIC, Line, Recorder
+from lightning_fcl.local.recorded import METRIC, Line, Measured, Recorder
 from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.local.trial import RANDOM, generators, held, unlike
 from lightning_fcl.methods.declaration import Declaration
@@ -86,7 +88,7 @@ _UNLIKE = {"loss": "has another loss", "gradients": "has other gradients", "logs
 class _Taken(NamedTuple):
     """A client's step: what it logs, and its loss, gradients and the values that it logs as numbers in a row."""
 
-    lines: Sequence[Line]
+    lines: Sequence[Line | Measured]
     loss: Tensor
     gradient: Tensor
     values: Tensor
@@ -206,7 +208,7 @@ class _Trial:
                 raise ValueError("its step returns no loss for some batches; a loss of zero would do")
             gradients = trainer.of_params(total)
             logged = [
-                (lines, [value[row] for value in values])
+                (lines, tree_map(itemgetter(row), values))
                 for (rows, _), (lines, values) in zip(given, trainer.logged, strict=True)
                 for row in range(len(rows))
             ]
@@ -216,9 +218,12 @@ class _Trial:
         return taken, dict(trainer.finish().uploads)
 
 
-def _taken(lines: Sequence[Line], loss: Tensor, gradients: Sequence[Tensor], values: Sequence[Tensor]) -> _Taken:
+def _taken(
+    lines: Sequence[Line | Measured], loss: Tensor, gradients: Sequence[Tensor], values: Sequence[Any]
+) -> _Taken:
     flat = torch.cat([gradient.detach().flatten() for gradient in gradients])
-    return _Taken(lines, loss.detach().reshape(()), flat, torch.tensor([float(value) for value in values]))
+    numbers = torch.cat([flat.new_zeros(0), *(value.detach().to(flat).flatten() for value in tree_leaves(values))])
+    return _Taken(lines, loss.detach().reshape(()), flat, numbers)
 
 
 def _around(module: L.LightningModule) -> nn.Module:

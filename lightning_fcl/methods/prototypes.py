@@ -63,7 +63,9 @@ class _Sums:
         self._sums.combine(ranks)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        totals = {name: exact.total(server[name].dtype).to(server[name].device) for name, exact in self._sums.items()}
+        totals = {
+            name: exact.total(server[name].dtype).to(server[name].device) for name, exact in self._sums.by_name.items()
+        }
         return {name: torch.where(total[:, :1] > 0, total, server[name]) for name, total in totals.items()}
 
 

@@ -184,7 +184,7 @@ def test_memory_does_not_grow_with_clients_for_means_and_sums(reduction, held):
     if reduction == "median":
         assert len(accumulator._rows["w"]) == held
     else:  # one integer of 64 bits for each number, as long as usual numbers come
-        (piece,) = accumulator._sums["w"]._pieces
+        (piece,) = accumulator._sums.by_name["w"]._pieces
         assert len(piece._limbs) == held and not piece._digits
 
 

@@ -216,6 +216,7 @@ def test_what_cannot_be_added_is_refused_by_name(wrong):
         aggregator = Aggregator({"head.w": Mean()})
         with pytest.raises(ValueError, match=f"^{re.escape(message)} up to 2.0.$"):
             aggregator.add_all({"head.w": uploads}, [2.0] * len(uploads), range(len(uploads)))
+            aggregator.result({"head.w": torch.zeros(3, dtype=torch.float64)})
 
 
 @pytest.mark.parametrize(
@@ -397,6 +398,25 @@ def test_a_mean_is_fsums_to_its_rounding():
         exact = [math.fsum(w * v for w, v in zip(weights, column, strict=True)) / sum(weights) for column in columns]
         expected = torch.tensor(exact, dtype=torch.float64).view(rows.shape[1:])
         assert torch.equal(result, expected.to(rows.dtype))
+
+
+def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
+    values, weights = uploads_of(9)
+    server = {name: value[0] * 3 for name, value in values.items()}
+    for reduction in BUILT_IN.values():
+        if not reduction.up:
+            continue
+        one, many = Aggregator(dict.fromkeys(values, reduction)), Aggregator(dict.fromkeys(values, reduction))
+        one.add_all(values, weights, range(9))
+        for rows in (range(7), range(7, 9)):
+            part = {name: value[list(rows)] for name, value in values.items()}
+            many.add_cohort(part, [weights[row] for row in rows], rows)
+        for name, value in one.result(server).items():
+            found = many.result(server)[name]
+            if reduction.name == "mean" and value.is_floating_point():
+                torch.testing.assert_close(found, value, rtol=4 * torch.finfo(value.dtype).eps, atol=1e-12)
+            else:
+                assert torch.equal(found, value)
 
 
 @pytest.mark.gpu

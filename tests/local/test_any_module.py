@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel
 from torch import nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import EWC, MAS, DERpp, FedProx, FLwF2T, LwF, Replay
@@ -165,6 +167,49 @@ def test_side_by_side_is_one_at_a_time(both, kind):
     (one, many, some), _ = both(MODULES[kind], lambda: stream_of(**options), sizes=(1, "auto", 5), local_epochs=2)
     assert difference(one, many) < 1e-5 and difference(one, some) < 1e-5
     assert difference(one, MODULES[kind]().state_dict()) > 1e-3
+
+
+class Measures(Own):
+    """Has metrics of its own, the last of which measures later batches alone."""
+
+    def prepare(self):
+        self.accuracy, self.losses = MulticlassAccuracy(4), MeanMetric()
+        self.scores = MetricCollection([MulticlassF1Score(4), MulticlassAccuracy(4)], prefix="train/")
+        self.confusion = MulticlassConfusionMatrix(4)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self(x)
+        loss = F.cross_entropy(output, y)
+        self.accuracy(output, y)
+        self.scores(preds=output.argmax(dim=1), target=y)
+        self.losses.update(loss)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log_dict(self.scores, on_step=False, on_epoch=True)
+        self.log("losses", self.losses, on_step=False, on_epoch=True)
+        if batch_idx > 0:
+            self.confusion.update(output, y)
+        return loss
+
+
+@pytest.mark.may(
+    "update torchmetrics objects in its step, and log them",
+    "they are updated by all clients' samples, side by side as one at a time; one whose value the step goes by is not",
+)
+def test_metrics_of_a_step_are_those_of_one_at_a_time(both):
+    modules = []
+
+    def make():
+        modules.append(Measures())
+        return modules[-1]
+
+    states, (logs, others) = both(make)
+    assert difference(*states) < 1e-5
+    assert {"accuracy", "losses", "train/MulticlassAccuracy", "train/MulticlassF1Score"} <= logs.keys()
+    assert logs == pytest.approx(others, rel=1e-5)
+    assert (
+        torch.equal(modules[0].confusion.confmat, modules[1].confusion.confmat) and modules[0].confusion.confmat.any()
+    )
 
 
 @pytest.mark.parametrize("change", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])

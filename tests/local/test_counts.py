@@ -299,13 +299,13 @@ class HasCentred(Watched):
 
 
 @pytest.mark.may(
-    "log or measure in its `sample_loss`, draw by NumPy, or set buffers in its forward",
+    "log in its `sample_loss`, draw by NumPy, or set buffers in its forward",
     "it trains one client at a time",
 )
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Measures, Logs, DrawsByNumPy, DrawsByItsOwn, DrawsByPython, DrawsInItsLoss),
+        *(Logs, DrawsByNumPy, DrawsByItsOwn, DrawsByPython, DrawsInItsLoss),
         *(AssignsBuffer, WritesBuffer, HasCentred),
     ],
 )
@@ -315,6 +315,13 @@ def test_what_would_count_padding_or_draw_trains_one_at_a_time(fit, kind):
     assert fit(Watched(), stream_of(a=24, b=9)).strategy.federation.trainer.clients_at_once > 1
     with pytest.raises(ValueError, match='Expected `cohort_size=1` or "auto" but got 2: '):
         fit(kind(), stream_of(a=24, b=9), cohort_size=2)
+
+
+def test_what_is_measured_in_a_loss_is_measured_of_all_clients(fit):
+    tasks = [Measures(), Measures()]
+    for task, size in zip(tasks, (1, "auto"), strict=True):
+        assert (fit(task, stream_of(a=24, b=9), cohort_size=size).strategy.clients_at_once > 1) == (size == "auto")
+    assert torch.equal(tasks[0].accuracy.tp, tasks[1].accuracy.tp) and tasks[0].accuracy.tp.any()
 
 
 def test_what_a_client_leaves_in_a_buffer_reaches_no_other(fit):

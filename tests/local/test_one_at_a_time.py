@@ -73,23 +73,16 @@ class Branches(Step):
         return 2 * loss if loss > 1.4 else loss
 
 
-class Measures(Step):
+class GoesByAMetric(Step):
     def prepare(self):
         self.accuracy = MulticlassAccuracy(4)
 
     def change(self, loss, x, y, batch_idx):
-        self.accuracy.update(self.net(x), y)
+        self.log("accuracy", self.accuracy(self.net(x), y), on_step=False, on_epoch=True)
         return loss
 
 
-class LogsMetrics(Measures):
-    def change(self, loss, x, y, batch_idx):
-        self.accuracy(self.net(x), y)
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        return loss
-
-
-class MeasuresInAList(Measures):
+class MeasuresInAList(Step):
     def prepare(self):
         self.measures = [MulticlassAccuracy(4, validate_args=False)]
 
@@ -228,8 +221,7 @@ REFUSED = {
     Items: "its step looks at a value",
     ItemsNowAndThen: "its step looks at a value",
     Branches: "its step decides by a value",
-    Measures: "its step updates a torchmetrics object",
-    LogsMetrics: "its step updates a torchmetrics object",
+    GoesByAMetric: "its step updates a torchmetrics object",
     MeasuresInAList: "its step updates a torchmetrics object",
     Appends: "its step leaves `losses` on the module",
     AppendsElsewhere: "its step leaves `GATHERED`",
@@ -254,7 +246,7 @@ REFUSED = {
 
 
 @pytest.mark.may(
-    "look at values, measure, draw, log by its logger, keep something or optimise by hand in its step",
+    "look at values, also those of metrics, draw, log by its logger, keep something or optimise by hand in its step",
     "it trains one client at a time, and `trainer.strategy.why_one_at_a_time` says why",
 )
 @pytest.mark.parametrize("make", REFUSED)
@@ -343,21 +335,11 @@ class LateMode(Late):
         self.net[1].eval()
 
 
-class LateMetric(Late):
-    def prepare(self):
-        self.accuracy = MulticlassAccuracy(4, validate_args=False)
-
-    def late(self, loss, batch):
-        self.accuracy.update(self.net(batch[0]), batch[1])
-
-
 @pytest.mark.may(
     "keep something in some later step alone, where clients train side by side",
     "the fit ends with its name: set `cohort_size=1`",
 )
-@pytest.mark.parametrize(
-    ("make", "what"), [(LateAttribute, "`last`"), (LateMode, "`net.1`"), (LateMetric, "`accuracy`")]
-)
+@pytest.mark.parametrize(("make", "what"), [(LateAttribute, "`last`"), (LateMode, "`net.1`")])
 def test_a_step_that_leaves_something_later_on_is_told_when_it_has(fit, make, what):
     message = f"Expected a `training_step` that leaves nothing on the module.*round 0 it has changed {what}.*size=1`"
     with pytest.raises(ValueError, match=message):
