@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import _VF, Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils.weak import WeakIdKeyDictionary
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -52,7 +51,7 @@ class KeyedRandomness(TorchFunctionMode):
         super().__init__()
         self._key = key
         self._stream = 0
-        # States of torch's generator: the stream that was at hand with each.
+        # States of torch's generator: the stream that was at hand with each, and whether this was entered.
         self._noted = WeakIdKeyDictionary()
 
     def __enter__(self) -> KeyedRandomness:
@@ -66,34 +65,32 @@ class KeyedRandomness(TorchFunctionMode):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let a step outside of `torch.func.vmap` draw by the key, and its backward pass, which may run layers again.
+        """Enter it such that what is computed once more, as by `torch.utils.checkpoint`, draws what it drew before.
 
-        The functions themselves are replaced meanwhile: a mode would cost every other call some microseconds. What is
-        computed once more, as by `torch.utils.checkpoint`, draws what it drew before: whoever notes the state of
-        torch's generator, and goes back to it, goes back among the draws by the key, too.
+        Whoever notes the state of torch's generator, and goes back to it, goes back among the draws by the key, too.
+        Within ``loss.backward()``, which torch lets a mode see, but not what happens in it, it is entered once more.
         """
         get, put = torch.get_rng_state, torch.set_rng_state
-        before = [getattr(holder, name) for holder, name, _ in _PLACES]
 
         def get_rng_state() -> Tensor:
             state = get()
-            self._noted[state] = self._stream
+            self._noted[state] = self._stream, _is_entered(state)
             return state
 
         def set_rng_state(new_state: Tensor) -> None:
             put(new_state)
-            self._stream = self._noted.get(new_state, self._stream)  # type: ignore[no-untyped-call]
+            self._stream, inside = self._noted.get(new_state, (self._stream, None))  # type: ignore[no-untyped-call]
+            entered = _is_entered(new_state)
+            if inside is True and not entered:
+                super(KeyedRandomness, self).__enter__()  # type: ignore[no-untyped-call]
+            elif inside is False and entered:
+                super(KeyedRandomness, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
         torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
-        for holder, name, own in _PLACES:
-            setattr(holder, name, _bound(own, self))
-        _ENTERED.append(self)
         try:
-            yield
+            with self:
+                yield
         finally:
-            _ENTERED.pop()
-            for (holder, name, _), function in zip(_PLACES, before, strict=True):
-                setattr(holder, name, function)
             torch.get_rng_state, torch.set_rng_state = get, put
 
     def __torch_function__(
@@ -103,6 +100,8 @@ class KeyedRandomness(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if function is _is_entered:
+            return True
         own = _KEYED.get(function)
         return own(self, *args, **(kwargs or {})) if own is not None else function(*args, **(kwargs or {}))
 
@@ -155,7 +154,9 @@ class KeyedRandomness(TorchFunctionMode):
     ) -> Tensor:
         """As `torch.nn.functional.scaled_dot_product_attention`; with dropout, in plain products."""
         if not dropout_p:
-            return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if enable_gqa:
             key, value = (part.repeat_interleave(query.shape[-3] // part.shape[-3], -3) for part in (key, value))
         scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -175,6 +176,11 @@ class KeyedRandomness(TorchFunctionMode):
 
     def bernoulli_(self, input: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
         return input.copy_(self.bernoulli(input, p))
+
+
+def _is_entered(x: Tensor) -> bool:
+    """Whether what is called here draws by a key."""
+    return bool(handle_torch_function(_is_entered, (x,), x)) if has_torch_function_unary(x) else False
 
 
 def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:
@@ -207,34 +213,3 @@ _KEYED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.bernoulli: KeyedRandomness.bernoulli,
     Tensor.bernoulli_: KeyedRandomness.bernoulli_,
 }
-
-_ATTENTION = F.scaled_dot_product_attention
-
-
-def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return partial(function, inplace=True)
-
-
-def _bound(function: Callable[..., Tensor], by: KeyedRandomness) -> Callable[..., Tensor]:
-    """A function that also works as a method of tensors."""
-
-    def keyed(*args: Any, **kwargs: Any) -> Tensor:
-        return function(by, *args, **kwargs)
-
-    return keyed
-
-
-# Where torch's functions are looked up when they are called. Those of `_VF` are what the ones of
-# `torch.nn.functional` call, also where a file has imported these by name.
-_PLACES: list[tuple[Any, str, Callable[..., Tensor]]] = [
-    *((F, function.__name__, own) for function, own in _KEYED.items() if getattr(F, function.__name__, None)),
-    *((torch, name, _KEYED[getattr(torch, name)]) for name in ("rand_like", "bernoulli")),
-    (Tensor, "bernoulli_", KeyedRandomness.bernoulli_),
-]
-for _name, _own in (
-    ("dropout", KeyedRandomness.dropout),
-    ("feature_dropout", KeyedRandomness.channel_dropout),
-    ("alpha_dropout", KeyedRandomness.alpha_dropout),
-    ("feature_alpha_dropout", KeyedRandomness.channel_alpha_dropout),
-):
-    _PLACES += [(_VF, _name, _own), (_VF, f"{_name}_", _in_place(_own))]

@@ -78,7 +78,7 @@ def test_incremental_federated_is_centralized(
     x, y = seen(stream)
     assert stream.plan.rounds == increments and len(y) == len(np.unique(x[:, 0, 0])) > 70
     assert_weight(task, centralized(by_numpy, task, x, y))
-    assert task.readout.statistics.n == 9 * len(y)
+    assert task.readout.n == 9 * len(y)
     pooled = make_reservoir_task(symmetric=symmetric)
     pooled.readout.reset(pooled.reservoir.tag())
     pooled.add(pooled.readout.A[None], pooled.readout.B[None], x, y, [len(y)])
@@ -239,7 +239,7 @@ def test_readouts(fit, make_series_stream, make_reservoir, by_numpy, readout, op
     targets = np.repeat(np.eye(4)[y.numpy()], states.shape[1], axis=0)
     states = states.reshape(-1, states.shape[-1])
     assert_weight(task, by_numpy.solve(targets.T @ states, states.T @ states, 1e-2))
-    assert task.readout.statistics.n == len(states)
+    assert task.readout.n == len(states)
     outputs = task(x).flatten(0, -2)
     np.testing.assert_allclose(outputs.numpy(), states @ task.readout.weight.numpy().T, rtol=0, atol=1e-10)
     assert task(x).shape == ((len(y), 9 - task.reservoir.washout, 4) if readout == "steps" else (len(y), 4))
@@ -288,7 +288,7 @@ def test_a_plain_trainer_adds_its_data_once(train, make_series, make_reservoir_t
     targets = np.repeat(np.eye(4)[y.numpy()], states.shape[1], axis=0)
     flat = states.reshape(-1, 12)
     assert_weight(task, by_numpy.solve(targets.T @ flat, flat.T @ flat, 1e-2))
-    assert task.readout.statistics.n == len(flat)
+    assert task.readout.n == len(flat)
     right = ((flat @ task.readout.weight.numpy().T).argmax(-1) == targets.argmax(-1)).mean()
     for evaluate, stage in ((trainer.validate, "val"), (trainer.test, "test")):
         logged = evaluate(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]

@@ -96,8 +96,11 @@ def test_a_network_of_the_users_own_is_handed_in(saved):
             {"model": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}},
             "`Classifier.model` to be of type",
         ),
-        ({"_class_path": "os.system", "command": "{}"}, "got `_class_path`"),
-        ({"_instantiator": "lightning.pytorch.cli.instantiate_module", "num_classes": 4}, "got `_instantiator`"),
+        ({"_class_path": "os.system", "command": "{}"}, "unexpected keyword argument '_class_path'"),
+        (
+            {"_instantiator": "lightning.pytorch.cli.instantiate_module", "num_classes": 4},
+            "unexpected keyword argument '_instantiator'",
+        ),
         ({"num_classes": "four"}, "`Classifier.num_classes` to be of type int but got 'four'"),
         ({"num_classes": True}, "`Classifier.num_classes` to be of type int but got True"),
         ([1, 2], "hyperparameters of .* to be a mapping"),
