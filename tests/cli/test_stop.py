@@ -192,14 +192,15 @@ def side_by_side(recipe, start, tmp_path, workers=2):
         "from lightning_fcl.cli.jobs import Job, run_jobs\n"
         "files = tuple(map(Path, sys.argv[2:]))\n"
         "jobs = [Job(f'run {n}', files, n, Path(f'run-{n}')) for n in range(3)]\n"
-        "data.command = lambda parser, words: run_jobs(jobs, 2)\n"
-        "main.main(['data'])\n"
+        "data.run = lambda options: run_jobs(jobs, 2)\n"
+        "main.main(['data', 'list'])\n"
     )
     parent = start(["data", *files], code)
     watched = []
-    while len(watched) < workers:  # each process opens the pipe once
-        with open(tmp_path / "pipe") as pipe:
-            watched += [os.pidfd_open(int(line)) for line in pipe]
+    with open(tmp_path / "pipe", "r+b", buffering=0) as pipe:  # opened for both, it waits for nobody
+        while len(watched) < workers:  # each process writes a line
+            assert select.select([pipe], [], [], 240)[0] and parent.poll() is None
+            watched += [os.pidfd_open(int(line)) for line in pipe.read(4096).split()]
     return parent, watched
 
 
