@@ -26,7 +26,7 @@ test-slow: .venv/ready ## the others, but for those of the next line
 	$(BIN)/python -m pytest -n 2 -m "(seconds or slow) and not processes"
 
 test-processes: .venv/ready ## those that mostly wait for processes which they start: more of them at a time than there are cores
-	$(BIN)/python -m pytest -n 4 --dist loadfile -m "(seconds or slow) and processes"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(seconds or slow) and processes"
 
 # Over .venv, in whose place it has what libraries of others want in other versions; torch and Lightning stay as they are.
 ABOVE := .venv-strangers

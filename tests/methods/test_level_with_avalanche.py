@@ -218,7 +218,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_avalanche(run, case, fit, quiet, assert_same, monkeypatch):
     make_method, make_plugins = CASES[case]
-    monkeypatch.setattr("lightning_fcl.methods.gem.project", with_ridge)
+    monkeypatch.setattr("lightning_fcl.methods.episodic.project", with_ridge)
     ours = run(make_method(), quiet, fit)
     theirs = by_avalanche(ours, make_plugins(ours))
     assert_same(ours.network, theirs, 1e-5)
