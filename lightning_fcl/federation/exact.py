@@ -216,7 +216,7 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
         values = values.cpu()
     factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
     size = PIECE // len(values) if values.device.type == "cpu" else values.numel()
-    columns = _split(values.detach().flatten(1), max(1, size), dim=1)
+    columns = _split(values.detach().unsqueeze(-1).flatten(1), max(1, size), dim=1)
     return torch.cat([factors @ part.double() for part in columns]).view(values.shape[1:])
 
 

@@ -402,6 +402,7 @@ def test_a_mean_is_fsums_to_its_rounding():
 
 def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
     values, weights = uploads_of(9)
+    values |= {"scale": torch.randn(9, generator=generator(1)), "nothing": torch.zeros(9, 0)}
     server = {name: value[0] * 3 for name, value in values.items()}
     for reduction in BUILT_IN.values():
         if not reduction.up:
