@@ -427,7 +427,10 @@ def test_a_network_of_timm_trains_side_by_side(both):
         lambda: seeded(Timm), lambda: stream_of(inputs(3, 16, 16), batch_size=4, drop_last=True, rounds=1),
         sizes=(1, 3), max_epochs=1,
     )  # fmt: skip
-    assert difference(one, many) < 1e-5 and int(many["net.bn1.num_batches_tracked"]) > 0
+    # Batch normalisation of four samples makes much of rounding.
+    start = dict(seeded(Timm).named_parameters())
+    assert difference(one, many) < 1e-3 < 1e-2 < difference(start, one)
+    assert int(many["net.bn1.num_batches_tracked"]) > 0
 
 
 def test_large_modules_train_one_at_a_time(fit):
