@@ -429,7 +429,7 @@ def test_a_network_of_timm_trains_side_by_side(both):
     )  # fmt: skip
     # Batch normalisation of four samples makes much of rounding.
     start = dict(seeded(Timm).named_parameters())
-    assert difference(one, many) < 1e-3 < 1e-2 < difference(start, one)
+    assert 10 * difference(one, many) < difference(start, one)
     assert int(many["net.bn1.num_batches_tracked"]) > 0
 
 
