@@ -191,7 +191,7 @@ def main():
     print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
     for name in CASES:
         compare(name, 3 if options.quick else 100, 1 if options.quick else options.repeats)
-    compare_one_at_a_time(2 if options.quick else 20, 1 if options.quick else options.repeats)
+    compare_one_at_a_time(2 if options.quick else 5, 1 if options.quick else options.repeats)
 
 
 if __name__ == "__main__":
