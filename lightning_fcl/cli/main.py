@@ -36,10 +36,10 @@ COMMANDS = {
     "deploy": ("deploy", "a recipe on real machines, over Flower: lightning-fcl deploy flower quickstart --out app"),
     "zoo": ("zoo", "published networks: list, verify, predict with, or publish"),
     "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
-    "data": ("data", "list, check or fetch data sets"),
+    "data": ("data", "list, check or fetch data sets, or show who sees what when: lightning-fcl data show quickstart"),
     "completion": ("completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
 }
-PASSING_ON = ("fit", "test", "validate", "deploy")  # what they do not know is for Lightning, or for Flower
+PASSING_ON = ("fit", "test", "validate", "deploy", "data")  # what they do not know is for Lightning, or for Flower
 _FORESEEN = (ValueError, OSError, ModuleNotFoundError)
 EPILOG = """
 `lightning-fcl COMMAND --help` tells more.

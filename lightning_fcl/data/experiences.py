@@ -1,24 +1,21 @@
-"""Scenarios by their short names, and those of an Avalanche benchmark's experiences, with their samples."""
+"""The scenario of an Avalanche benchmark's experiences, and its samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset
 
 from lightning_fcl.data.own import all_seen, of_anything
 from lightning_fcl.data.samples import Samples
-from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, named
 
 if TYPE_CHECKING:
     from avalanche.benchmarks import CLScenario
     from avalanche.benchmarks.utils import AvalancheDataset
-
-T = TypeVar("T")
 
 Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
 
@@ -78,21 +75,3 @@ def refuse_dealt(scenario: Scenario, **given: object) -> None:
                 f"Expected no `{argument}` for `{scenario}`, which draws the samples of {what} itself, but got "
                 f"{value}. Leave it out."
             )
-
-
-def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
-    """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
-    known = {kind.__name__: kind for kind in kinds}
-    if not isinstance(given, str):
-        if not isinstance(given, tuple(known.values())):
-            raise TypeError(
-                f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got "
-                f"{given!r}."
-            )
-        return given
-    wanted = given.replace("-", "").lower()
-    for full, kind in known.items():
-        if wanted in (full.lower(), full.lower().removesuffix("scenario")):
-            return kind()
-    hint = did_you_mean(given, known)
-    raise ValueError(f'Expected `{argument}` to be one of {", ".join(known)} but got "{given}".{hint}')

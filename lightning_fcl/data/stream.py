@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_fcl.data.batches import Collate, Loading, Request, Take, batches, read
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of
-from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
+from lightning_fcl.data.experiences import Benchmark, experiences_of, refuse_dealt, scenario_of
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.own import Data, names_clients, of_anything, samples_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Samples, name_of, normalised, rows_of
-from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario
+from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, named
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
 from lightning_fcl.errors import at_least

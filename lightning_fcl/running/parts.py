@@ -59,7 +59,7 @@ class RecipeParts(FederatedCLI):
 def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> RecipeParts:
     """What recipes stand for, later ones over earlier ones."""
     if not recipes:
-        raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
+        raise ValueError("Expected at least one recipe but got none. Name it, as in quickstart.")
     try:
         return command_line(RecipeParts, [*config_words(recipes), *words, "--seed_everything", "false"], run=False)
     except ValueError as error:

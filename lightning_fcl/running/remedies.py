@@ -85,6 +85,8 @@ def remedy(message: str) -> str:
         ours = [name for package in ("methods", "models") for name in summaries(f"lightning_fcl.{package}")]
         ours += ["FederatedStrategy", "TopK", "Quantize", "Swarm", *torch.optim.__all__]
         hint = did_you_mean(found[1], [*ours, *callbacks.__all__, *loggers.__all__])
+        if found[1] in summaries("lightning_fcl.data.scenarios"):  # within another
+            hint = f" Write lightning_fcl.data.scenarios.{found[1]}."
         return f"Expected a class's path, as in lightning_fcl.callbacks.Replay, but got {found[1]}.{hint}"
     if found := _KIND.search(text):
         kind = resolve_name(found[1])

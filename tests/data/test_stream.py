@@ -291,13 +291,14 @@ def test_seeds(monkeypatch):
         ),
         (
             lambda: FederatedStream(scenario="class-incrementall"),
-            "Expected `scenario` to be one of FedViTScenario, FLwFScenario, ClassIncremental, DomainIncremental, "
-            'Stationary, ODFCLScenario but got "class-incrementall". Did you mean ClassIncremental?',
+            "Expected `scenario` to be one of ClassIncremental, DomainIncremental, Stationary, Blurry, GrowingClasses, "
+            "Online, Staggered, FedViTScenario, FLwFScenario, ODFCLScenario "
+            'but got "class-incrementall". Did you mean ClassIncremental?',
         ),
         (
             lambda: FederatedStream(scenario=""),
-            "Expected `scenario` to be one of FedViTScenario, FLwFScenario, ClassIncremental, DomainIncremental, "
-            'Stationary, ODFCLScenario but got "".',
+            "Expected `scenario` to be one of ClassIncremental, DomainIncremental, Stationary, Blurry, GrowingClasses, "
+            'Online, Staggered, FedViTScenario, FLwFScenario, ODFCLScenario but got "".',
         ),
         (
             lambda: FederatedStream(partition="IDD"),
@@ -344,9 +345,12 @@ def test_wrong_arguments(make, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scenario": DomainIncremental}, "Expected `scenario` to be an object of FedViTScenario, FLwFScenario,"),
-        ({"scenario": {"class_path": "FLwFScenario"}}, "Expected `scenario` to be an object of FedViTScenario,"),
-        ({"scenario": IID(3)}, "Expected `scenario` to be an object of FedViTScenario, FLwFScenario, ClassIncremental"),
+        (
+            {"scenario": DomainIncremental},
+            "Expected `scenario` to be an object of ClassIncremental, DomainIncremental,",
+        ),
+        ({"scenario": {"class_path": "FLwFScenario"}}, "Expected `scenario` to be an object of ClassIncremental,"),
+        ({"scenario": IID(3)}, "Expected `scenario` to be an object of ClassIncremental, DomainIncremental"),
         ({"partition": ClassIncremental()}, "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards"),
         ({"split": 0.2}, "Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got 0.2."),
         (

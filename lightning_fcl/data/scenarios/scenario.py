@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from lightning_fcl.errors import did_you_mean
 from lightning_fcl.randomness import Keys, name_keys
 
 IntArray = npt.NDArray[np.int64]
+T = TypeVar("T")
 History = Literal["round", "seen", "all"]
 
 MOST_ROUNDS = 1_000_000
@@ -237,3 +238,21 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
                 f"Expected `{argument}` among {known} or their numbers but got {entry}.{did_you_mean(entry, names)}"
             )
     return [list(names).index(entry) if isinstance(entry, str) else int(entry) for entry in order]
+
+
+def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
+    """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
+    known = {kind.__name__: kind for kind in kinds}
+    if not isinstance(given, str):
+        if not isinstance(given, tuple(known.values())):
+            raise TypeError(
+                f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got "
+                f"{given!r}."
+            )
+        return given
+    wanted = given.replace("-", "").lower()
+    for full, kind in known.items():
+        if wanted in (full.lower(), full.lower().removesuffix("scenario")):
+            return kind()
+    hint = did_you_mean(given, known)
+    raise ValueError(f'Expected `{argument}` to be one of {", ".join(known)} but got "{given}".{hint}')

@@ -1,0 +1,190 @@
+"""Classes that blur or grow, samples that come once, clients that are late."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import (
+    Blurry,
+    ClassIncremental,
+    FedViTScenario,
+    GrowingClasses,
+    Online,
+    Pool,
+    Staggered,
+)
+from lightning_fcl.models import MLP
+
+Y = np.random.default_rng(0).integers(10, size=3000)
+NAMES = tuple("abcdefghij")
+POOL = Pool(Y, clients={str(n): np.arange(n, 3000, 3) for n in range(3)}, classes=NAMES)
+TEN_ROUNDS = ClassIncremental(5, rounds_per_experience=10)
+
+
+def rounds_with(plan, label):
+    """The rounds in which any client has samples of a class."""
+    return [n for n, current in enumerate(plan.train) if (Y[np.concatenate(list(current.values()))] == label).any()]
+
+
+def samples_of(plan, client):
+    return np.concatenate([current[client] for current in plan.train if client in current])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blurry_classes_come_at_all_times_and_disjoint_ones_at_one(seed):
+    plan = Blurry(4, disjoint=0.3, blur=0.2).plan(POOL, seed)
+    times = [len(rounds_with(plan, label)) for label in range(10)]
+    assert times.count(1) == 3 and times.count(4) == 7
+    for client, rows in POOL.clients.items():
+        assert np.array_equal(np.sort(samples_of(plan, client)), rows), "each sample comes once, to its owner"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_blurry_classes_a_share_of_the_samples_comes_at_other_times(seed):
+    """A fifth is dealt again, of which a quarter lands where it would have been: 15 % of them are elsewhere."""
+    plan = Blurry(4, disjoint=0, blur=0.2).plan(POOL, seed)
+    own = [max(sum(Y[rows] == label) for rows in joint(plan)) for label in range(10)]
+    assert sum(own) / len(Y) == pytest.approx(0.85, abs=0.02)
+
+
+def joint(plan):
+    return [np.concatenate(list(current.values())) for current in plan.train]
+
+
+def test_without_blur_it_is_class_incremental_in_tasks_of_drawn_sizes():
+    sizes = set()
+    for seed in range(10):
+        plan = Blurry(4, blur=0).plan(POOL, seed)
+        assert all(len(rounds_with(plan, label)) == 1 for label in range(10))
+        assert [set(Y[rows]) for rows in joint(plan)] == [set(task) for task in plan.tasks["0"]]
+        sizes.add(tuple(map(len, plan.tasks["0"])))
+    assert len(sizes) > 5 and all(sum(one) == 10 and min(one) >= 1 for one in sizes)
+
+
+def test_blurry_experiences_are_tested_on_the_classes_that_come_in_them():
+    plan = Blurry(4, rounds_per_experience=2).plan(POOL)
+    assert plan.rounds == 8 and plan.experiences["0"] == (0, 0, 1, 1, 2, 2, 3, 3)
+    for current, experience in zip(plan.train, plan.experiences["0"], strict=True):
+        assert set(Y[np.concatenate(list(current.values()))]) == set(plan.tasks["0"][experience])
+
+
+@pytest.mark.parametrize(("classes", "experiences"), [(10, 4), (10, 7), (10, 10), (100, 10), (7, 1), (33, 5)])
+def test_growing_classes_grow(classes, experiences):
+    pool = Pool(np.arange(classes), clients={"a": np.arange(classes)}, classes=tuple(map(str, range(classes))))
+    sizes = [len(task) for task in GrowingClasses(experiences).plan(pool).tasks["a"]]
+    assert sum(sizes) == classes and len(sizes) == experiences and min(sizes) >= 1 and sizes == sorted(sizes)
+
+
+def test_growing_classes_come_in_the_order_that_is_given():
+    plan = GrowingClasses(4, class_order=NAMES[::-1]).plan(POOL)
+    assert plan.tasks["0"] == ((9,), (7, 8), (4, 5, 6), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("of", [TEN_ROUNDS, Blurry(5, rounds_per_experience=10), Staggered(TEN_ROUNDS)])
+def test_online_every_sample_comes_once(of):
+    whole, plan = of.plan(POOL), Online(of).plan(POOL)
+    assert plan.experiences == whole.experiences and plan.tasks == whole.tasks
+    for client, rows in POOL.clients.items():
+        assert np.array_equal(np.sort(samples_of(plan, client)), rows)
+        for current, before in zip(plan.train, whole.train, strict=True):
+            assert set(current.get(client, ())) <= set(before.get(client, ()))
+        for task in range(5):
+            numbers = zip(plan.train, plan.experiences[client], strict=True)
+            sizes = [len(current[client]) for current, number in numbers if number == task and client in current]
+            assert max(sizes) - min(sizes) <= 1 and len(sizes) >= 10
+
+
+def test_online_what_comes_again_is_refused():
+    with pytest.raises(ValueError, match='Expected the scenario of `Online` to have the history "round"'):
+        Online(ClassIncremental(5, history="seen")).plan(POOL)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_staggered_clients_have_each_task_late_but_whole(seed):
+    whole, plan = TEN_ROUNDS.plan(POOL, seed), Staggered(TEN_ROUNDS, delay=6).plan(POOL, seed)
+    arrivals = {}
+    for client, numbers in plan.experiences.items():
+        assert list(numbers) == sorted(numbers) and set(numbers) == set(range(5))
+        rounds = [n for n, current in enumerate(plan.train) if client in current]
+        first = [next(n for n in rounds if numbers[n] == task) for task in range(5)]
+        late = np.array(first) - np.arange(0, 50, 10)
+        arrivals[client] = tuple(late)
+        assert (np.diff(late) >= 0).all() and late[-1] <= 6
+        assert rounds == list(range(first[0], plan.rounds)), "from its first task on it always has samples"
+        for n in rounds:
+            assert np.array_equal(plan.train[n][client], whole.train[10 * numbers[n]][client])
+    assert len(set(arrivals.values())) > 1
+
+
+def test_staggered_without_delay_is_the_scenario():
+    whole, plan = TEN_ROUNDS.plan(POOL), Staggered(TEN_ROUNDS, delay=0).plan(POOL)
+    assert plan.fingerprint == whole.fingerprint and plan.experiences == whole.experiences
+
+
+def test_a_task_whose_samples_are_used_up_leaves_its_client_waiting():
+    of = ClassIncremental(5, rounds_per_experience=2, samples_per_round=20)
+    plan = Staggered(of, delay=4).plan(POOL, seed=1)
+    assert all(plan.train), "rounds in which nobody has samples are left out"
+    for client in POOL.clients:
+        rows = samples_of(plan, client)
+        assert len(rows) == len(set(rows)) == 200
+
+
+@pytest.mark.parametrize("scenario", [Blurry(), GrowingClasses(), Online(), Staggered(), Online(Staggered(Blurry()))])
+def test_the_seed_draws_everything(scenario):
+    assert (
+        scenario.plan(POOL, 3).fingerprint == scenario.plan(POOL, 3).fingerprint != scenario.plan(POOL, 4).fingerprint
+    )
+
+
+@pytest.mark.parametrize("kind", [Online, Staggered])
+def test_a_scenario_around_another_draws_what_that_draws(kind):
+    assert kind(FedViTScenario()).own_clients and not kind(FedViTScenario()).own_split and not kind().own_clients
+    with pytest.raises(ValueError, match="Expected no `partition`"):
+        FederatedStream("digits", kind(FedViTScenario(2, 3)), IID(3))
+    assert dataclasses.asdict(kind())["of"] is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Blurry(11).plan(POOL), "Expected `experiences` to be at most the number of classes, 10, but got 11"),
+        (lambda: GrowingClasses(11).plan(POOL), "at most the number of classes, 10, but got 11"),
+        (lambda: Blurry(disjoint=1.5), "Expected `disjoint` to be between 0 and 1 but got 1.5"),
+        (lambda: Blurry(blur=-0.1), "Expected `blur` to be between 0 and 1 but got -0.1"),
+        (lambda: Staggered(delay=-1), "Expected `delay` to be at least 0 but got -1"),
+        (lambda: Online("Blury"), 'Expected `of` to be one of .* but got "Blury". Did you mean Blurry'),
+        (lambda: Online(3), "Expected `of` to be an object of .* but got 3"),
+        (lambda: Blurry().plan(Pool(np.zeros(4, int), clients={"a": np.arange(4)})), "number of classes, 0, but got 5"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Blurry(3, 2),
+        GrowingClasses(4, 2),
+        Online(Blurry(2, 4)),
+        Staggered(ClassIncremental(2, 2), 2),
+        Online("Blurry"),
+    ],
+)
+def test_a_federation_learns_it(scenario, fit):
+    metrics, stream = ContinualMetrics(), FederatedStream("digits", scenario, IID(3), seed=0)
+    before = Classifier(MLP([64, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.01))
+    task = copy.deepcopy(before)
+    fit(task, stream, [metrics])
+    assert len(metrics.record["rounds"]) == stream.plan.rounds
+    x, y = stream.take(stream.plan.test)
+    assert F.cross_entropy(task(x), y) < F.cross_entropy(before(x), y)
