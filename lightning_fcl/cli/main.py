@@ -34,6 +34,7 @@ COMMANDS = {
     "device-report": ("device", "what a microcontroller would need to run a recipe, without training"),
     "export": ("export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
     "deploy": ("deploy", "a recipe on real machines, over Flower: lightning-fcl deploy flower quickstart --out app"),
+    "conformance": ("conformance", "whether an implementation of a method does what its paper states"),
     "zoo": ("zoo", "published networks: list, verify, predict with, or publish"),
     "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
     "data": ("data", "list, check or fetch data sets, or show who sees what when: lightning-fcl data show quickstart"),

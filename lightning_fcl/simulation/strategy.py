@@ -337,6 +337,7 @@ class FederatedStrategy(RanksStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.precision_plugin.convert_module(self.federation.module)  # as `setup` will do: no digit is lost
         if strict:
             check_state(self.federation.module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict)

@@ -1,0 +1,76 @@
+"""What holds of methods for unlike clients: where each is FedAvg, and what its server has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_fcl.conformance.statement import states
+from lightning_fcl.conformance.trial import assert_close, assert_same, make, stream_of, task_of, train
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.step import Step
+
+
+def _is_fedavg_with(claim: str, **arguments: Any) -> None:
+    said = " and ".join(f"{name} = {value}" for name, value in arguments.items())
+
+    @states(claim, f"with {said} it is FedAvg")
+    def _(kind: type[Method]) -> None:
+        assert_same(train([make(kind, **arguments)]), train(), f"with {said}")
+
+
+_is_fedavg_with("FedProx", mu=0.0)
+_is_fedavg_with("FedProto", strength=0.0)
+_is_fedavg_with("LogitAdjustment", tau=0.0)
+_is_fedavg_with("EWC", strength=0.0)
+_is_fedavg_with("MAS", strength=0.0)
+_is_fedavg_with("LwF", strength=0.0)
+
+
+@states("FedProx", "the penalty is mu / 2 times the squared distance from what the client has received")
+def _(kind: type[Method]) -> None:
+    draws = torch.Generator().manual_seed(0)
+    received = {"w": torch.randn(5, generator=draws), "b": torch.randn(3, generator=draws)}
+    params = {name: value + torch.randn(value.shape, generator=draws) for name, value in received.items()}
+    apart = sum(float((params[name] - value).square().sum()) for name, value in received.items())
+    nothing = torch.empty(0)
+    for given, wanted in ((received, 0.0), (params, 0.3 / 2 * apart)):
+        client, step = Client(server=received), Step(given, received, nothing, nothing, lambda state, x: x)
+        found = float(make(kind, mu=0.3).penalty(client, step))
+        if abs(found - wanted) > 1e-5:
+            raise AssertionError(f"the penalty is {found:.6f} and not {wanted:.6f}")
+
+
+@states("FedProx", "one client that takes one step is FedAvg: it has not moved yet")
+def _(kind: type[Method]) -> None:
+    found, wanted = (train(methods, stream_of(tasks=1, batch_size=240)) for methods in ([make(kind)], []))
+    assert_same(found, wanted, "of one step a round")
+
+
+def _server_is_fedavg(claim: str) -> None:
+    @states(claim, "the server's model is FedAvg's: what clients make of it for themselves stays with them")
+    def _(kind: type[Method]) -> None:
+        assert_same(train([make(kind)]), train(), "the server's model")
+
+
+_server_is_fedavg("APFL")
+
+
+@states("FedRep", "heads never leave the clients: the server's is what it was, its body learns")
+def _(kind: type[Method]) -> None:
+    before, after = task_of().double(), train([make(kind)])
+    heads, bodies = (
+        [{name: value for name, value in task.state_dict().items() if part in name} for task in (before, after)]
+        for part in (".head.", ".body.")
+    )
+    assert_close(heads[1], heads[0], "the server's head", tolerance=0)
+    if all(torch.equal(*pair) for pair in zip(*(body.values() for body in bodies), strict=True)):
+        raise AssertionError("the server's body has not learnt, either")
+
+
+@states("LogitAdjustment", "a client that has equally many samples of every class trains as without it")
+def _(kind: type[Method]) -> None:
+    found, wanted = (train(methods, stream_of(clients=1, tasks=1)) for methods in ([make(kind)], []))
+    assert_same(found, wanted, "of a balanced client")

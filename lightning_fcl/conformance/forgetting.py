@@ -1,0 +1,121 @@
+"""What holds of methods against forgetting: nothing to keep in the first task, and what is kept afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_fcl.conformance.statement import states
+from lightning_fcl.conformance.trial import assert_same, distance, make, stream_of, train
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.functional import GradientOf
+from lightning_fcl.methods.method import Method
+
+_SEEDS = range(4)
+
+
+def _first_task_is_fedavg(claim: str) -> None:
+    @states(claim, "in the first task there is nothing to keep: it is FedAvg")
+    def _(kind: type[Method]) -> None:
+        found, wanted = (train(methods, stream_of(tasks=1)) for methods in ([make(kind)], []))
+        assert_same(found, wanted, "in the first task")
+
+
+for _claim in ("EWC", "MAS", "LwF", "GEM", "AGEM"):
+    _first_task_is_fedavg(_claim)
+
+
+def _holds_more(claim: str, **arguments: Any) -> None:
+    @states(claim, "a second task moves the model less than fine-tuning does, on four seeds")
+    def _(kind: type[Method]) -> None:
+        for seed in _SEEDS:
+            first = train([], stream_of(clients=1, seed=seed), max_epochs=2)
+            free = distance(train([], stream_of(clients=1, seed=seed)), first)
+            held = distance(train([make(kind, **arguments)], stream_of(clients=1, seed=seed)), first)
+            if not held < 0.95 * free:
+                raise AssertionError(f"seed {seed}: it moves by {held:.3f}, fine-tuning by {free:.3f}")
+
+
+_holds_more("EWC", strength=5.0)
+_holds_more("MAS", strength=5.0)
+
+
+@states("LwF", "the old model's answers stay nearer than with fine-tuning, on four seeds")
+def _(kind: type[Method]) -> None:
+    for seed in _SEEDS:
+        stream = stream_of(clients=1, seed=seed)
+        stream.setup("fit")
+        x = stream.take(stream.plan.test)[0].double()
+        old = torch.tensor(sorted(stream.plan.tasks["0"][0]))
+        first = train([], stream_of(clients=1, seed=seed), max_epochs=2)
+        apart = []
+        for methods in ([make(kind, strength=3.0)], []):
+            now = train(methods, stream_of(clients=1, seed=seed))
+            said, taught = (model(x)[:, old].softmax(dim=1) for model in (now, first))
+            apart.append(float((said - taught).detach().abs().sum(dim=1).mean()))
+        if not apart[0] < 0.95 * apart[1]:
+            raise AssertionError(f"seed {seed}: answers are {apart[0]:.3f} apart, with fine-tuning {apart[1]:.3f}")
+
+
+@states("GEM", "no step goes against the gradient of what is remembered of a past task")
+def _(kind: type[Method]) -> None:
+    _never_against_the_past(kind, margin=0.0)
+
+
+@states("AGEM", "no step goes against the gradient of what is remembered of past tasks")
+def _(kind: type[Method]) -> None:
+    _never_against_the_past(kind)
+
+
+def _never_against_the_past(kind: type[Method], **arguments: Any) -> None:
+    """With all that a client has had in memory, past tasks' gradients are known without a look into it."""
+    stream, against = stream_of(clients=1), []
+    stream.setup("fit")
+    x, y = stream.take(stream.plan.train[0]["0"])
+
+    class Watched(kind):  # type: ignore[valid-type, misc]
+        def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+            stepped: Tensor = super().project(client, gradient, gradient_of)
+            if client.part.experience == 1:
+                reference = gradient_of(x.double(), y)
+                against.append(float(stepped @ reference / (stepped.norm() * reference.norm() + 1e-30)))
+            return stepped
+
+    train([make(Watched, max_size=1.0, **arguments)], stream_of(clients=1))
+    if not against:
+        raise AssertionError("no step of the second task was projected")
+    if min(against) < -1e-6:
+        raise AssertionError(f"a step has cosine {min(against):.4f} with the gradient of the past task")
+
+
+@states("Replay", "with room for all, every sample of the past joins one batch of every epoch of the next task")
+def _(kind: type[Method]) -> None:
+    seen = _Seen()
+    train([make(kind, max_size=100_000)], stream_of(clients=1), callbacks=[seen])
+    stream = stream_of(clients=1)
+    stream.setup("fit")
+    for round in range(stream.plan.rounds):
+        rows = [stream.plan.train[past]["0"] for past in ({round} if round < 2 else {0, round})]
+        wanted = Counter(stream.y[torch.cat([torch.from_numpy(own) for own in rows])].tolist())
+        if seen.labels[round] != wanted:
+            raise AssertionError(f"in round {round + 1} the labels trained on are {seen.labels[round]}, not {wanted}")
+
+
+class _Seen(Callback):
+    """The labels of each round's batches, with what has joined them."""
+
+    def __init__(self) -> None:
+        self.labels: list[Counter[int]] = []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.labels.append(Counter())
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.labels[-1].update(batch[1].tolist())

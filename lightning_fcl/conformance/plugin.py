@@ -1,0 +1,18 @@
+"""For pytest: ``@pytest.mark.conformance(kind=MyMethod)`` makes a test of each statement, its ``statement``."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "conformance(kind): a test for each statement about a method")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("conformance")
+    if mark is None or "statement" not in metafunc.fixturenames:
+        return
+    from lightning_fcl.conformance.suite import statements_of
+
+    metafunc.parametrize("statement", statements_of(mark.kwargs["kind"]), ids=str)

@@ -1,0 +1,97 @@
+"""Which statements a class has to stand up to, and whether it does."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import lightning.pytorch as L
+
+import lightning_fcl
+from lightning_fcl import methods
+from lightning_fcl.conformance import averaging, every_method, forgetting, ridge  # noqa: F401  they state
+from lightning_fcl.conformance.statement import STATEMENTS, Kind, NotTriedError, Statement
+from lightning_fcl.door import summaries
+from lightning_fcl.errors import did_you_mean
+from lightning_fcl.methods.method import Method
+
+
+def claims_of(kind: Kind) -> tuple[str, ...]:
+    """The methods that a class claims to be: what its ``claims`` says, a name or several; else its own name."""
+    said: object = getattr(kind, "claims", kind.__name__)
+    return (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else ()
+
+
+def statements_of(kind: Kind) -> list[Statement]:
+    """The statements that a class has to stand up to.
+
+    Args:
+        kind: A `Method`, or a LightningModule made as ``kind(model, num_classes)``. Its ``claims`` names the method
+            that it is, as in ``claims = "FedProx"``, whose arguments it takes by the names that this library gives
+            them; a method without claims has to stand up to what holds of every method.
+
+    Raises:
+        ValueError: If it claims what has no statements.
+
+    Example:
+        >>> from lightning_fcl.methods import FedProx
+        >>> [str(one) for one in statements_of(FedProx) if one.claim == "FedProx"][0]
+        'FedProx: with mu = 0.0 it is FedAvg'
+    """
+    claims, known = claims_of(kind), sorted({one.claim for one in STATEMENTS})
+    for claim in claims if "claims" in vars(kind) else ():
+        if claim not in known:
+            raise ValueError(
+                f"Expected `{kind.__name__}.claims` to be among {', '.join(known)} but got {claim!r}."
+                f"{did_you_mean(claim, known)}"
+            )
+    general = ("Method",) if issubclass(kind, Method) else ()
+    return [one for one in STATEMENTS if one.claim in (*general, *claims)]
+
+
+def try_statements(kind: Kind) -> Iterator[tuple[Statement, str]]:
+    """Each statement that a class has to stand up to, and "holds", or "fails" or "not tried" and why."""
+    for statement in statements_of(kind):
+        try:
+            statement.check(kind)
+        except NotTriedError as reason:
+            yield statement, f"not tried: {reason}"
+        except AssertionError as reason:
+            yield statement, f"fails: {reason}"
+        except Exception as error:
+            yield statement, f"fails: it raised {type(error).__name__}: {error}"
+        else:
+            yield statement, "holds"
+
+
+def classes_of(target: str, claims: str | None = None) -> list[Kind]:
+    """The classes that a target stands for: a name of this library, a Python file, or a class's path.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if target.endswith(".py"):
+        path = Path(target)
+        if not path.is_file():
+            raise ValueError(f"Expected a Python file at {target} but there is none.")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None  # of a file that ends in .py
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found = [one for one in vars(module).values() if getattr(one, "__module__", "") == path.stem]
+        found = [one for one in found if isinstance(one, type) and (issubclass(one, Method) or "claims" in vars(one))]
+    elif "." in target:
+        home, _, name = target.rpartition(".")
+        found = [getattr(import_module(home), name, None)]
+    else:
+        found = [getattr(methods, target, None) or getattr(lightning_fcl, target, None)]
+    kinds = [one for one in found if isinstance(one, type) and issubclass(one, Method | L.LightningModule)]
+    if not kinds:
+        known = summaries("lightning_fcl.methods", "Method")
+        raise ValueError(f"Expected a method, or a file with one, but got {target}.{did_you_mean(target, known)}")
+    if claims is not None:
+        kinds = [type(one.__name__, (one,), {"claims": claims}) for one in kinds]
+    return kinds

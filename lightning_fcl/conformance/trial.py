@@ -1,0 +1,150 @@
+"""A small federation in double precision, in which a method is tried, and how its outcomes are compared."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_fcl.conformance.statement import Kind, NotTriedError
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.methods.method import Method
+from lightning_fcl.simulation.strategy import FederatedStrategy
+from lightning_fcl.tasks.classification import Classifier
+
+CLASSES, FEATURES = 6, 8
+ROUNDING = 1e-9
+"""Most by which two ways to the same numbers may differ, which are about 1, in double precision."""
+
+
+class Net(nn.Module):
+    """Eight features, a body of twelve units, a head for six classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = 12
+        self.body = nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh())
+        self.head = nn.Linear(12, CLASSES)
+
+    def embed(self, x: Tensor) -> Tensor:
+        features: Tensor = self.body(x)
+        return features
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embed(x))
+        return logits
+
+
+def make(kind: Kind, **arguments: Any) -> Any:
+    """An object of a class, which need not take the arguments."""
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise NotTriedError(f"it cannot be made with {arguments or 'no arguments'}: {error}") from error
+
+
+def rules_for(*methods: Method) -> dict[str, str]:
+    """How entries come together, as methods need it: heads stay with the clients."""
+    return {"model.head.*": "none"} if any(method.needs.head for method in methods) else {}
+
+
+def samples(number: int = 240, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Samples of six classes around centres of their own, in double precision, and their labels."""
+    draws = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, FEATURES, generator=draws, dtype=torch.float64)
+    y = torch.arange(number) % CLASSES
+    return centres[y] + 0.7 * torch.randn(number, FEATURES, generator=draws, dtype=torch.float64), y
+
+
+def stream_of(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **more: Any) -> FederatedStream:
+    """The samples, with classes that come in tasks, for clients that have equally many."""
+    scenario = ClassIncremental(tasks, rounds)
+    arguments: dict[str, Any] = {"scenario": scenario, "partition": IID(clients), "batch_size": 8, "seed": seed, **more}
+    return FederatedStream.from_arrays(*samples(), **arguments)
+
+
+def task_of(rate: float = 0.1, seed: int = 0) -> Classifier:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Classifier(Net(), CLASSES, lambda parameters: torch.optim.SGD(parameters, lr=rate))
+
+
+def train(
+    methods: Sequence[Method] = (),
+    stream: FederatedStream | None = None,
+    task: Classifier | None = None,
+    callbacks: Sequence[Callback] = (),
+    max_epochs: int | None = None,
+    precision: Literal["64-true", "32-true"] = "64-true",
+    ckpt_path: str | None = None,
+    **strategy: Any,
+) -> Classifier:
+    """A classifier that clients have trained, one at a time unless ``cohort_size`` says otherwise."""
+    stream, task = stream_of() if stream is None else stream, task_of() if task is None else task
+    with _quietly():
+        trainer = L.Trainer(
+            strategy=FederatedStrategy(**{"cohort_size": 1, "reductions": rules_for(*methods), **strategy}),
+            callbacks=[*methods, *callbacks],
+            max_epochs=-1 if max_epochs is None else max_epochs,
+            accelerator="cpu",
+            precision=precision,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        try:
+            trainer.fit(task, datamodule=stream, ckpt_path=ckpt_path)
+        except (ValueError, TypeError) as error:
+            if not str(error).startswith("Expected"):
+                raise
+            raise NotTriedError(f"it refuses the trial: {error}") from error
+    return task
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_fcl")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def assert_same(found: nn.Module, wanted: nn.Module, what: str, tolerance: float = ROUNDING) -> None:
+    """Two modules have the same state; of a tolerance of 0 to the bit."""
+    assert_close(found.state_dict(), wanted.state_dict(), what, tolerance)
+
+
+def assert_close(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str, tolerance: float = ROUNDING
+) -> None:
+    """Two sets of tensors by name are the same."""
+    if set(found) != set(wanted):
+        raise AssertionError(f"{what}: there are other entries, {sorted(set(found) ^ set(wanted))}")
+    for name, value in found.items():
+        other = wanted[name]
+        apart = float((value.double() - other.double()).abs().max()) if value.shape == other.shape else float("inf")
+        if not apart <= tolerance:
+            raise AssertionError(f"{what}: `{name}` is {apart:.1e} apart, at most {tolerance:.0e} was expected")
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    """Between two modules' states, Euclidean."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return float(torch.stack([(a - b).square().sum() for a, b in pairs]).sum().sqrt())

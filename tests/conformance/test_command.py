@@ -1,0 +1,100 @@
+"""Somebody else's implementations are told apart, by the command and by pytest."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_fcl.cli.main import main
+
+RIGHT = """
+from lightning_fcl.methods import Method, flatten
+
+class Prox(Method):
+    claims = "FedProx"
+
+    def __init__(self, mu=0.1, clients="all"):
+        super().__init__(clients)
+        self.mu = mu
+
+    def penalty(self, client, step):
+        received = {name: step.server[name] for name in step.params}
+        return self.mu / 2 * (flatten(step.params) - flatten(received)).square().sum()
+"""
+TEST = """
+import pytest
+from mine import Prox
+
+@pytest.mark.conformance(kind=Prox)
+def test_conformance(statement):
+    statement.check(Prox)
+"""
+WRONG = {
+    "towards zero": RIGHT.replace("(flatten(step.params) - flatten(received))", "flatten(step.params)"),
+    "without the half": RIGHT.replace("self.mu / 2", "self.mu"),
+}
+
+
+def outcomes(code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(code)
+    try:
+        main(["conformance", "mine.py"])
+        ended = 0
+    except SystemExit as end:
+        ended = end.code
+    said, wrong = capsys.readouterr()
+    return ended, said.splitlines(), wrong
+
+
+@pytest.mark.seconds
+def test_a_right_implementation_holds(tmp_path, monkeypatch, capsys):
+    ended, lines, _ = outcomes(RIGHT, tmp_path, monkeypatch, capsys)
+    assert ended == 0 and lines[-1] == "10 of 10 statements hold."
+    assert all(line.startswith("Prox") and line.endswith(": holds") for line in lines[:-1])
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("way", "failing"),
+    [
+        ("towards zero", ["the penalty is mu / 2", "one client that takes one step"]),
+        ("without the half", ["the penalty is mu / 2"]),
+    ],
+)
+def test_wrong_ones_fail_where_they_are_wrong(way, failing, tmp_path, monkeypatch, capsys):
+    ended, lines, wrong = outcomes(WRONG[way], tmp_path, monkeypatch, capsys)
+    fails = [line for line in lines if ": fails: " in line]
+    assert ended == 2 and f"but {len(failing)} of 10 do not" in wrong and len(fails) == len(failing)
+    assert all(one in line for one, line in zip(failing, fails, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.py"], "Expected a Python file at nothing.py but there is none."),
+        (["FedProxx"], "Expected a method, or a file with one, but got FedProxx. Did you mean FedProx?"),
+        (["FedProx", "--claims", "FedProxx"], "but got 'FedProxx'. Did you mean FedProx?"),
+        (["lightning_fcl.models.MLP"], "Expected a method, or a file with one, but got lightning_fcl.models.MLP"),
+    ],
+)
+def test_what_is_no_method_is_refused(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["conformance", *words])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.seconds
+def test_an_error_of_a_method_fails_its_statements(tmp_path, monkeypatch, capsys):
+    code = RIGHT.replace("return self.mu / 2 *", "raise ZeroDivisionError\n        return")
+    ended, lines, _ = outcomes(code, tmp_path, monkeypatch, capsys)
+    assert ended == 2 and sum(": fails: it raised ZeroDivisionError" in line for line in lines) >= 8
+
+
+@pytest.mark.seconds
+def test_a_test_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(RIGHT)
+    (tmp_path / "test_mine.py").write_text(TEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and "10 passed" in ended.stdout, ended.stdout[-3000:]

@@ -1,0 +1,198 @@
+"""Every statement holds of the library's own method, and fails on a mutant of it."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+import lightning_fcl
+from lightning_fcl import methods
+from lightning_fcl.conformance import NotTriedError, statements_of
+from lightning_fcl.conformance.statement import STATEMENTS
+from lightning_fcl.methods import Method
+
+statements_of(Method)  # all are stated now
+
+
+def squares(step):
+    return sum(value.square().sum() for value in step.params.values())
+
+
+class Plain(Method):
+    """FedAvg."""
+
+
+class DrawsAnything(Method):
+    def penalty(self, client, step):
+        return 0.1 * random.SystemRandom().random() * squares(step)
+
+
+class Counts(Method):
+    """What it does depends on how many steps it has seen, of all clients."""
+
+    _seen = 0
+
+    def penalty(self, client, step):
+        self._seen += 1
+        return 0.001 * self._seen * squares(step)
+
+
+class Forgets(Method):
+    """It keeps in itself what belongs in a client's memory."""
+
+    _rounds = 0
+
+    def end_round(self, client, own, data):
+        self._rounds += 1
+        return {}
+
+    def penalty(self, client, step):
+        return 0.01 * self._rounds * squares(step)
+
+
+class Meddles(Method):
+    def prepare(self, trainer, pl_module):
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(1.01)
+
+
+class GivesOneToAll(Method):
+    """It gives all clients one tensor to keep, and changes it afterwards."""
+
+    _given = torch.zeros(1)
+
+    def end_round(self, client, own, data):
+        self._given.add_(1)
+        return {"mark": self._given}
+
+    def penalty(self, client, step):
+        return 0.001 * client.memory["mark"].sum() * squares(step) if client.memory else 0.0
+
+
+class KeepsNaN(Method):
+    def end_round(self, client, own, data):
+        return {"mark": torch.full((1,), torch.nan)}
+
+
+class LeavesAHook(Method):
+    def prepare(self, trainer, pl_module):
+        pl_module.model.head.register_forward_hook(lambda *arguments: None)
+
+
+OF_EVERY_METHOD = {
+    "its draws come": DrawsAnything,
+    "clients that train side by side": Counts,
+    "a fit that is stopped": Forgets,
+    "who does not use it": Meddles,
+    "what clients keep on disk": GivesOneToAll,
+    "what clients and the server keep": KeepsNaN,
+    "it leaves the module": LeavesAHook,
+}
+
+
+def with_more(kind):
+    """A penalty that is always there."""
+
+    class More(kind):
+        def penalty(self, client, step):
+            return super().penalty(client, step) + 0.01 * squares(step)
+
+    return More
+
+
+def twice(kind):
+    class Twice(kind):
+        def penalty(self, client, step):
+            return 2 * super().penalty(client, step)
+
+    return Twice
+
+
+def idle(kind):
+    class Idle(kind):
+        def penalty(self, client, step):
+            return 0.0
+
+        def project(self, client, gradient, gradient_of):
+            return gradient
+
+        def rehearse(self, client):
+            return None
+
+    return Idle
+
+
+def sends_its_head(kind):
+    class SendsItsHead(kind):
+        needs = dataclasses.replace(kind.needs, head=False)
+
+    return SendsItsHead
+
+
+def counts_one_client_twice(kind):
+    class CountsOneClientTwice(kind):
+        def contribute(self, client, own, data):
+            factor = 2 if client.part.client == "0" else 1
+            return {name: factor * value for name, value in super().contribute(client, own, data).items()}
+
+    return CountsOneClientTwice
+
+
+MUTANTS = {
+    "FedProx: the penalty is": twice,
+    "FedRep: heads never leave": sends_its_head,
+    "EWC: a second task": idle,
+    "MAS: a second task": idle,
+    "LwF: the old model's answers": idle,
+    "GEM: no step goes against": idle,
+    "AGEM: no step goes against": idle,
+    "Replay: with room for all": idle,
+    "Fed3R: however": counts_one_client_twice,
+}
+
+
+def library(claim):
+    return Plain if claim == "Method" else getattr(methods, claim, None) or getattr(lightning_fcl, claim)
+
+
+def mutant_of(statement):
+    if statement.claim == "Method":
+        return next(kind for start, kind in OF_EVERY_METHOD.items() if statement.says.startswith(start))
+    changes = [change for start, change in MUTANTS.items() if str(statement).startswith(start)]
+    return (changes or [with_more])[0](library(statement.claim))
+
+
+def test_there_are_thirty_or_more_no_two_alike():
+    assert len({str(one) for one in STATEMENTS}) == len(STATEMENTS) >= 30
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("statement", STATEMENTS, ids=str)
+def test_it_holds_and_fails_on_a_mutant(statement):
+    statement.check(library(statement.claim))
+    with pytest.raises(AssertionError):
+        statement.check(mutant_of(statement))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in methods.__all__ if name not in ("Client", "Method", "Needs", "Step")]
+)
+def test_what_holds_of_every_method_holds_of_the_librarys(name):
+    kind = getattr(methods, name)
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        return
+    tried = 0
+    for statement in statements_of(kind):
+        try:
+            statement.check(kind)
+            tried += 1
+        except NotTriedError as reason:
+            assert (
+                "it refuses the trial" in str(reason)
+                or "side by side" in str(reason)
+                or "cannot be made" in str(reason)
+            )
+    assert tried or name in ("DyToxTraining", "FedWEIT", "IntrinsicPlasticity", "LVTMethod", "Unlearning")
