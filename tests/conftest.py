@@ -442,14 +442,21 @@ def assert_fine_tunes_without(fit, make_stream, make_task, assert_same):
 def assert_resumes(fit, make_stream, assert_same, tmp_path):
     """Fits that go on from an experience's middle, and from its end, come to the same bits as one without a break."""
 
+    def kept(trainer):
+        server = trainer.strategy.server
+        return dict(server.extra), {client: dict(server.store[client]) for client in server.store}
+
     def check(make_module, method, **options):
         whole, saving = make_module(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
         stream, options = {"clients": 4, "rounds_per_experience": 2}, {"participation": 0.7, "seed": 5, **options}
-        fit(whole, make_stream(**stream), [method(), saving], trainer_args={"enable_checkpointing": True}, **options)
+        trainer = fit(
+            whole, make_stream(**stream), [method(), saving], trainer_args={"enable_checkpointing": True}, **options
+        )
         for epoch in (1, 2):
             again = make_module(seed=9)
-            fit(again, make_stream(**stream), [method()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+            other = fit(again, make_stream(**stream), [method()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
             assert_same(again, whole, 0)
+            torch.testing.assert_close(kept(other), kept(trainer), rtol=0, atol=0)
 
     return check
 

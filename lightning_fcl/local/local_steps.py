@@ -47,6 +47,7 @@ class LocalSteps:
         self.complete = True  # whether the batch at hand is the last of its group
         self.active = 1  # clients, from the front, that have a batch in the group at hand
         self.by_hand = by_hand
+        self.scheduled = bool(configs)  # whether rates change within a client's round
         self._configs = configs
         self._step = step
         self._batches = self._steps = 0

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.distillation import FLwF as FLwF
     from lightning_fcl.methods.distillation import FLwF2T as FLwF2T
     from lightning_fcl.methods.distillation import LwF as LwF
+    from lightning_fcl.methods.ditto import Ditto as Ditto
     from lightning_fcl.methods.dytox import DyToxTraining as DyToxTraining
     from lightning_fcl.methods.episodic import AGEM as AGEM
     from lightning_fcl.methods.episodic import GEM as GEM
     from lightning_fcl.methods.fed3r import Fed3R as Fed3R
     from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
+    from lightning_fcl.methods.fedntd import FedNTD as FedNTD
     from lightning_fcl.methods.fedprox import FedProx as FedProx
     from lightning_fcl.methods.fedvit import FedRep as FedRep
     from lightning_fcl.methods.fedvit import FedViT as FedViT
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.prototypes import FedProto as FedProto
     from lightning_fcl.methods.prototypes import ICaRL as ICaRL
     from lightning_fcl.methods.replay import Replay as Replay
+    from lightning_fcl.methods.scaffold import SCAFFOLD as SCAFFOLD
     from lightning_fcl.methods.step import Step as Step
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning
 else:

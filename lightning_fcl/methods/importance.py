@@ -120,8 +120,8 @@ def mean_over_samples(
 
 
 @dataclass(eq=False)
-class _Consolidation(Method):
-    """What EWC and MAS share: the penalty, and when the importance of the parameters is taken."""
+class Consolidation(Method):
+    """What EWC, MAS and SI share: the penalty, and when the importance of the parameters is taken."""
 
     needs: ClassVar[Needs] = Needs(samples=True)
 
@@ -129,7 +129,8 @@ class _Consolidation(Method):
     decay: float = argument(1.0, between, 0, 1)
     normalize: bool = True
 
-    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
+    def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
+        """That of some parameters for the experience that ends, by name; the arguments are those of `end_round`."""
         raise NotImplementedError
 
     def on_download(self, client: Client) -> Memory:
@@ -154,13 +155,13 @@ class _Consolidation(Method):
         if self.strength == 0 or not client.part.last_round:
             return client.memory
         earlier = section(client.memory, "importance")  # not of what learns now: another method may have frozen a part
-        new = self.importance(client.module, own, data[0], data[1], earlier)
+        new = self.importance(client, own, data, earlier)
         summed = {name: self.decay * value + new[name] for name, value in earlier.items()}
         return remember({name: own[name] for name in earlier}, "center") | remember(summed, "importance")
 
 
 @dataclass(eq=False)
-class EWC(_Consolidation):
+class EWC(Consolidation):
     """Every step: holds what was important in the client's earlier experiences (Kirkpatrick et al. 2017, equation 3).
 
     ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta* is the
@@ -186,12 +187,12 @@ class EWC(_Consolidation):
 
     needs: ClassVar[Needs] = Needs(loss=True, samples=True)
 
-    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
-        return fisher_information(module, state, x, y, names)
+    def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
+        return fisher_information(client.module, own, data[0], data[1], names)
 
 
 @dataclass(eq=False)
-class MAS(_Consolidation):
+class MAS(Consolidation):
     """Every step: holds what the client's output depended on in earlier experiences (Aljundi et al. 2018).
 
     ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`, but Omega is the
@@ -214,5 +215,5 @@ class MAS(_Consolidation):
 
     strength: float = argument(0.5, at_least, 0)
 
-    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
-        return output_sensitivity(module, state, x, names)
+    def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
+        return output_sensitivity(client.module, own, data[0], names)

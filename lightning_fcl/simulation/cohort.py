@@ -39,6 +39,7 @@ class Cohort:
     def __init__(self, federation: Federation, names: Sequence[str], round: int) -> None:
         self._stream = stream = federation.stream
         self._seed, self._module = federation.seed, federation.module
+        self._every = federation.strategy.local_steps.every  # batches a step
         # Batches of modules' own steps are stacked and never padded: lists of `Alike`.
         self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, StepTrainer)
         self._rehearsed = rehearsed_by(federation.methods, federation.client_before)
@@ -112,7 +113,7 @@ class Cohort:
         """One of the clients after its local training, as a method sees it."""
         client = client_of(method, self._module, memory, self.received[row], self.clients[row])
         batches = int(np.count_nonzero(self._lengths[row]))
-        client.steps = -(-batches // self._module.trainer.accumulate_grad_batches)
+        client.steps = -(-batches // self._every)
         return client
 
     def requests(self) -> Iterator[Request]:

@@ -1,0 +1,113 @@
+"""SCAFFOLD: local steps corrected by what a client's gradients lack of all clients'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.attached import need_stream
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.federation.aggregation import Rules, State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.reductions import Sum
+from lightning_fcl.methods.averaging import (
+    averaged_parameters,
+    gradient_weight,
+    missed,
+    need_uniform_weights,
+    optimizer_of,
+)
+from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.importance import summed
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.step import Step
+
+
+class Changes(Sum):
+    """The reduction of what clients receive, and send changes of, which are added to it."""
+
+    name = "changes"
+    down = True
+
+    def start(self, server: Tensor) -> Tensor:
+        return server
+
+    def nothing(self, server: Tensor) -> Tensor:
+        return torch.zeros_like(server)
+
+
+@dataclass(eq=False)
+class SCAFFOLD(Method):
+    """Every step: adds to a client's gradient what it lacks of all clients' (Karimireddy et al. 2020, Algorithm 1).
+
+    ``y <- y - lr * (g(y) - c_i + c)`` (equation 3), with control variates c of the server and c_i of the client, which
+    begin at 0. After its K steps a client keeps ``c_i - c + (x - y) / (K * lr)`` as its c_i (equation 4, option II; x
+    is the model that it has received), and sends its change, divided by the number of the stream's clients, beside the
+    model; the server adds it to c (equation 5). So both ways carry twice what FedAvg's do. A client that is not drawn
+    keeps its c_i. With momentum K is the `gradient_weight` of the steps; parameters that stay with the clients have no
+    variates. The paper's global step size is that of ``server_optimizer``.
+
+    Raises:
+        ValueError: If the Trainer is no federation's, its ``client_weights`` are not uniform, or the optimizer is not
+            SGD at one learning rate in a round.
+
+    Example:
+        >>> SCAFFOLD().vectorizable
+        True
+    """
+
+    needs: ClassVar[Needs] = Needs(federation="a single client's gradients lack nothing. Remove `SCAFFOLD`")
+    reductions: ClassVar[Rules] = {"c.*": Changes(), "clients": "download"}
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        need_uniform_weights(trainer, "SCAFFOLD")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation, optimizer = federation_of(trainer), trainer.optimizers[0]
+        dampened = any(group.get("dampening") for group in optimizer.param_groups)
+        scheduled = federation is not None and federation.strategy.local_steps.scheduled
+        if type(optimizer) is not torch.optim.SGD or dampened or scheduled:
+            what = "dampening" if dampened else "a learning rate that changes by step" if scheduled else ""
+            raise ValueError(
+                "Expected SGD without dampening, at one learning rate in a round, for `SCAFFOLD`, which tells a "
+                f"client's gradients from how far it has moved, but got {what or type(optimizer).__name__}. Use "
+                "`torch.optim.SGD`, and schedules by round."
+            )
+
+    def server_state(self, module: L.LightningModule) -> State:
+        nothing = {name: torch.zeros_like(value) for name, value in averaged_parameters(module).items()}
+        return {**remember(nothing, "c"), "clients": torch.tensor(float(len(need_stream(module.trainer).plan.clients)))}
+
+    def on_download(self, client: Client) -> Memory:
+        nothing = {name: torch.zeros_like(value) for name, value in section(client.shared, "c").items()}
+        return client.memory or remember(nothing, "c")
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        own, all_clients = section(client.memory, "c"), section(client.shared, "c")
+        terms = [((all_clients[n] - c) * step.params[n]).sum() for n, c in own.items() if n in step.params]
+        return summed(terms, step.params)
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        number = client.shared["clients"]
+        return {name: (c - client.memory[name]) / number for name, c in self._variates(client, own).items()}
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        return client.memory if missed(client) else self._variates(client, own)
+
+    def _variates(self, client: Client, own: State) -> Memory:
+        """The client's variates after its training."""
+        names = {id(p): name for name, p in client.module.named_parameters()}
+        new: Memory = {}
+        for group in optimizer_of(client).param_groups:
+            distance = group["lr"] * gradient_weight(group, client.steps)
+            for name in (names[id(p)] for p in group["params"]):
+                if (key := f"c.{name}") in client.memory:
+                    moved = (client.server[name] - own[name]) / distance
+                    new[key] = client.memory[key] - client.shared[key] + moved
+        return {**client.memory, **new}

@@ -1,0 +1,44 @@
+"""A federation of quadratic losses, whose fixed points are known: that of client k is a_k (w - b_k)^2 / 2."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.data.scenarios import DomainIncremental
+from lightning_fcl.tasks.regression import Regressor
+
+CURVATURES = np.array([0.5, 1.0, 2.0, 4.0])
+TARGETS = np.array([-3.0, 5.0, 1.0, -1.0])
+
+
+class Halved(Regressor):
+    def sample_loss(self, output, y):
+        return super().sample_loss(output, y) / 2
+
+
+def quadratic(lr=0.1, **options):
+    """A task of the one parameter w, which begins at 2."""
+    task = Halved(nn.Linear(1, 1, bias=False), 1, lambda params: torch.optim.SGD(params, lr=lr, **options))
+    nn.init.constant_(task.model.weight, 2.0)
+    return task
+
+
+def clients(rounds, samples=(4, 4, 4, 4), batch_size=4):
+    """A stream of one experience; each client has so many samples, which are all alike."""
+    owner = np.repeat(np.arange(len(samples)), samples)
+    x = np.sqrt(CURVATURES)[owner, None].astype(np.float32)
+    y = (np.sqrt(CURVATURES) * TARGETS)[owner, None].astype(np.float32)
+    scenario = DomainIncremental(rounds_per_experience=rounds)
+    return FederatedStream.from_arrays(
+        x, y, owner, np.zeros(len(owner), int), scenario=scenario, batch_size=batch_size, seed=0
+    )
+
+
+def minimum(weights=(1, 1, 1, 1)):
+    """Where the weighted sum of all losses is least."""
+    return float((weights * CURVATURES * TARGETS).sum() / (weights * CURVATURES).sum())
+
+
+def value(task):
+    return float(task.model.weight)

@@ -1,0 +1,65 @@
+"""FedNTD: distillation of all classes but the true one."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl.callbacks import FedNTD
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.fedntd import not_true
+from lightning_fcl.methods.step import Step
+
+
+def divergence(student, teacher, y, temperature):
+    """The Kullback-Leibler divergence of the others' shares, sample by sample, with their logits cut out."""
+    total = 0.0
+    for own, known, label in zip(student, teacher, y.tolist(), strict=True):
+        others = [c for c in range(len(own)) if c != label]
+        p, q = ((logits[others] / temperature).softmax(dim=0) for logits in (known, own))
+        total = total + (p * (p / q).log()).sum()
+    return total / len(y)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_the_penalty_is_the_divergence_of_the_others(temperature):
+    torch.manual_seed(0)
+    student, teacher, y = torch.randn(5, 4, requires_grad=True), torch.randn(5, 4), torch.tensor([0, 1, 2, 3, 3])
+    step = Step({}, {}, None, student, lambda state, x: teacher, y=y)
+    (gradient,) = torch.autograd.grad(FedNTD(0.7, temperature).penalty(Client(), step), student)
+    by_hand = 0.7 * temperature**2 * divergence(student, teacher, y, temperature)
+    torch.testing.assert_close(gradient, torch.autograd.grad(by_hand, student)[0])
+    assert (gradient.gather(1, y[:, None]) == 0).all() and gradient.abs().max() > 1e-3
+
+
+def test_of_two_classes_nothing_is_left():
+    student, y = torch.randn(5, 2, requires_grad=True), torch.tensor([0, 1, 1, 0, 1])
+    step = Step({}, {}, None, student, lambda state, x: torch.randn(5, 2), y=y)
+    assert (torch.autograd.grad(FedNTD().penalty(Client(), step), student)[0] == 0).all()
+    assert not_true(student, y).isfinite().sum() == 5
+
+
+def test_drop_in_equals_hand_written_loop(make_task, samples, train, by_hand, assert_same):
+    task, data, start = make_task(), samples(), {}
+    hand = copy.deepcopy(task)
+
+    def begin(epoch):
+        start["model"] = copy.deepcopy(hand)
+
+    def loss(output, x, y):
+        return F.cross_entropy(output, y) + 2.0 * divergence(output, start["model"](x).detach(), y, 1.0)
+
+    train(task, [FedNTD(2.0)], data)
+    by_hand(hand, data, loss, begin=begin)
+    assert_same(task, hand, 1e-5)
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, size):
+    tasks = [make_task() for _ in range(3)]
+    for task, methods in zip(tasks, ([FedNTD(0.0)], [], [FedNTD(1.0)]), strict=True):
+        fit(task, make_stream(), methods, cohort_size=size, local_epochs=2, seed=0)
+    assert_same(tasks[0], tasks[1], 0 if size == 1 else 1e-6)
+    with pytest.raises(AssertionError):
+        assert_same(tasks[1], tasks[2], 1e-4)

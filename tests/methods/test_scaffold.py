@@ -1,0 +1,200 @@
+"""SCAFFOLD: variates by the paper's formulas, and what they bring the server to."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.callbacks import SCAFFOLD, ContinualMetrics
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.methods.averaging import gradient_weight
+
+from .quadratics import clients, minimum, quadratic, value
+
+UNIFORM = {"client_weights": "uniform", "seed": 0}
+ROUNDS = {"experiences": 1, "rounds_per_experience": 3, "shuffle": False}
+
+
+class Variates(Callback):
+    """The server's and all clients' after each round, and who was drawn."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_end(self, trainer, module):
+        server = trainer.strategy.server
+        own = {client: dict(server.store[client].get("SCAFFOLD", {})) for client in trainer.datamodule.plan.clients}
+        self.rounds.append((dict(server.kept_for("SCAFFOLD")), own, {*server.record.trained}))
+
+
+class Frozen(SCAFFOLD):
+    """Variates that stay at 0."""
+
+    def contribute(self, client, own, data):
+        return {}
+
+    def end_round(self, client, own, data):
+        return client.memory
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_with_variates_of_zero_it_is_fedavg(fit, make_stream, make_task, assert_same, size):
+    tasks = [make_task() for _ in range(3)]
+    for task, methods in zip(tasks, ([Frozen()], [], [SCAFFOLD()]), strict=True):
+        fit(task, make_stream(rounds_per_experience=2), methods, cohort_size=size, local_epochs=2, **UNIFORM)
+    assert_same(tasks[0], tasks[1], 0 if size == 1 else 1e-6)
+    with pytest.raises(AssertionError):
+        assert_same(tasks[1], tasks[2], 1e-4)
+
+
+def test_of_a_single_client_it_is_sgd(fit, make_stream, make_task, assert_same):
+    tasks = [make_task(), make_task()]
+    for task, methods in zip(tasks, ([SCAFFOLD()], []), strict=True):
+        fit(task, make_stream(clients=1, rounds_per_experience=3), methods, local_epochs=2, **UNIFORM)
+    assert_same(*tasks, 1e-5)
+
+
+def test_one_full_batch_step_is_fedavg(fit, make_stream, make_task, assert_same):
+    tasks, whole = [make_task(), make_task()], {**ROUNDS, "batch_size": 1000}
+    for task, methods in zip(tasks, ([SCAFFOLD()], []), strict=True):
+        fit(task, make_stream(**whole), methods, **UNIFORM)
+    assert_same(*tasks, 1e-6)
+
+
+def by_hand(task, stream, drawn, every=1, momentum=0.0):
+    """Algorithm 1 of the paper, option II, in a loop."""
+    names = [name for name, _ in task.named_parameters()]
+    everyone = stream.plan.clients
+    c, own = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
+    for round in range(stream.plan.rounds):
+        start = {name: p.detach().clone() for name, p in task.named_parameters()}
+        ended, change = [], dict.fromkeys(names, 0.0)
+        for client in drawn(round):
+            x, y = stream.take(stream.plan.train[round][client])
+            model = copy.deepcopy(task)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+            batches = [rows for _ in range(2) for rows in torch.arange(len(y)).split(8)]
+            groups = [batches[i : i + every] for i in range(0, len(batches), every)]
+            for group in groups:
+                optimizer.zero_grad()
+                for rows in group:
+                    (torch.nn.functional.cross_entropy(model(x[rows]), y[rows]) / every).backward()
+                for name, p in model.named_parameters():
+                    p.grad += (c[name] - own[client][name]) * len(group) / every
+                optimizer.step()
+            end = {name: p.detach() for name, p in model.named_parameters()}
+            weight = sum((1 - momentum**k) / (1 - momentum) for k in range(1, len(groups) + 1))
+            for n in names:
+                new = own[client][n] - c[n] + (start[n] - end[n]) / (weight * 0.1)
+                change[n] = change[n] + (new - own[client][n]) / len(everyone)
+                own[client][n] = new
+            ended.append(end)
+        c = {n: c[n] + change[n] for n in names}
+        task.load_state_dict({n: sum(each[n] for each in ended) / len(ended) for n in names})
+    return c, own
+
+
+@pytest.mark.parametrize(
+    ("participation", "size", "momentum", "every"),
+    [(1.0, 1, 0.0, 1), (1.0, 3, 0.0, 1), (2, 1, 0.0, 1), (2, 2, 0.6, 1), (1.0, 1, 0.0, 2)],
+)
+def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, participation, size, momentum, every):
+    task = make_task(lambda params: torch.optim.SGD(params, lr=0.1, momentum=momentum))
+    hand, stream = copy.deepcopy(task), make_stream(partition="dirichlet", clients=3, **ROUNDS)
+    options = {"participation": participation, "cohort_size": size, "local_epochs": 2, **UNIFORM}
+    trainer = fit(task, stream, [SCAFFOLD()], trainer_args={"accumulate_grad_batches": every}, **options)
+    plan, who = stream.plan, trainer.strategy.federation.participation
+    c, own = by_hand(hand, stream, lambda round: who.drawn(plan, round), every, momentum)
+    assert_same(task, hand, 1e-5)
+    kept, store = trainer.strategy.server.kept_for("SCAFFOLD"), trainer.strategy.server.store
+    for name, expected in c.items():
+        torch.testing.assert_close(kept[f"c.{name}"], expected, rtol=0, atol=1e-4)
+        for client in plan.clients:
+            mine = store[client].get("SCAFFOLD", {}).get(f"c.{name}", torch.zeros(()))
+            torch.testing.assert_close(mine.expand_as(expected), own[client][name] + 0 * expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"participation": 2}, {"swarm": Swarm(missing={"1": [0, 2]})}])
+def test_undrawn_clients_keep_their_variates_and_all_average_to_the_servers(fit, make_stream, make_task, options):
+    watch = Variates()
+    fit(make_task(), make_stream(clients=4, rounds_per_experience=3), [SCAFFOLD(), watch], **options, **UNIFORM)
+    before = {client: {} for client in "0123"}
+    for kept, own, trained in watch.rounds:
+        for client in {*"0123"} - trained:
+            assert all(torch.equal(value, before[client].get(n, value * 0)) for n, value in own[client].items())
+        for name in kept.keys() - {"clients"}:
+            rows = [each.get(name, torch.zeros_like(kept[name])) for each in own.values()]
+            torch.testing.assert_close(torch.stack(rows).mean(dim=0), kept[name], rtol=0, atol=1e-5)
+        before = own
+    assert (
+        any(len(trained) < 4 for *_, trained in watch.rounds)
+        and max(float(value.abs().max()) for value in kept.values()) > 1e-3
+    )
+
+
+def test_it_finds_the_minimum_of_all_losses_where_fedavg_does_not(fit):
+    ends = []
+    for methods in ([SCAFFOLD()], []):
+        task = quadratic()
+        fit(task, clients(rounds=60), methods, local_epochs=5, **UNIFORM)
+        ends.append(value(task))
+    assert ends[0] == pytest.approx(minimum(), abs=1e-3) and abs(ends[1] - minimum()) > 0.1
+
+
+def test_parameters_that_stay_with_clients_have_no_variates_and_the_rest_costs_twice(fit, make_stream, make_task):
+    stream, bytes_of = {**ROUNDS, "clients": 3}, []
+    for methods in ([SCAFFOLD()], []):
+        metrics = ContinualMetrics()
+        trainer = fit(make_task(), make_stream(**stream), [*methods, metrics], reductions={"model.3.*": "none"},
+                      **UNIFORM)  # fmt: skip
+        bytes_of.append(metrics.record["rounds"][-1])
+        if methods:
+            assert trainer.strategy.server.kept_for("SCAFFOLD").keys() == {
+                "clients",
+                "c.model.1.weight",
+                "c.model.1.bias",
+            }
+    for client in "012":
+        assert bytes_of[0]["upload_bytes"][client] == 2 * bytes_of[1]["upload_bytes"][client]
+        assert bytes_of[0]["download_bytes"][client] == 2 * bytes_of[1]["download_bytes"][client] + 4
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.7, "nesterov": True}, {}])
+def test_the_weight_of_gradients_is_how_far_sgd_goes(options):
+    p = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0, **options)
+    for _ in range(5):
+        p.grad = -torch.ones(1)
+        optimizer.step()
+    assert gradient_weight(optimizer.param_groups[0], 5) == pytest.approx(float(p), rel=1e-6)
+
+
+def test_resumed_is_uninterrupted(assert_resumes, make_task):
+    assert_resumes(make_task, SCAFFOLD, client_weights="uniform")
+
+
+def scheduled(task):
+    def configure_optimizers():
+        optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+        schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    task.configure_optimizers = configure_optimizers
+    return task
+
+
+def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, samples, train):
+    with pytest.raises(ValueError, match=r"`client_weights=\"uniform\"` for `SCAFFOLD`.* but got 'samples'"):
+        fit(make_task(), make_stream(), [SCAFFOLD()])
+    fit(make_task(), make_stream(), [SCAFFOLD()], client_weights={"0": 2.0, "1": 2.0, "2": 2.0}, max_epochs=1)
+    adam, damped = torch.optim.Adam, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1)
+    for task, what in (
+        (make_task(lambda params: adam(params)), "Adam"),
+        (make_task(damped), "dampening"),
+        (scheduled(make_task()), "a learning rate that changes by step"),
+    ):
+        with pytest.raises(ValueError, match=f"Expected SGD without dampening, .* but got {what}"):
+            fit(task, make_stream(), [SCAFFOLD()], **UNIFORM)
+    with pytest.raises(ValueError, match="`SCAFFOLD` but got a plain one: a single client's gradients lack nothing"):
+        train(make_task(), [SCAFFOLD()], samples())
