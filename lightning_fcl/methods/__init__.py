@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.episodic import AGEM as AGEM
     from lightning_fcl.methods.episodic import GEM as GEM
     from lightning_fcl.methods.fed3r import Fed3R as Fed3R
+    from lightning_fcl.methods.feddyn import FedDyn as FedDyn
     from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
+    from lightning_fcl.methods.fednova import FedNova as FedNova
     from lightning_fcl.methods.fedntd import FedNTD as FedNTD
     from lightning_fcl.methods.fedprox import FedProx as FedProx
     from lightning_fcl.methods.fedvit import FedRep as FedRep
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.lvt import LVTMethod as LVTMethod
     from lightning_fcl.methods.mean_output import MeanOutputLoss as MeanOutputLoss
     from lightning_fcl.methods.method import Method as Method
+    from lightning_fcl.methods.moon import MOON as MOON
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity as IntrinsicPlasticity
     from lightning_fcl.methods.projection import flatten as flatten
     from lightning_fcl.methods.prototypes import FedProto as FedProto
     from lightning_fcl.methods.prototypes import ICaRL as ICaRL
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.scaffold import SCAFFOLD as SCAFFOLD
+    from lightning_fcl.methods.si import SI as SI
     from lightning_fcl.methods.step import Step as Step
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning
 else:

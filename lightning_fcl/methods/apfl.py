@@ -6,21 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, section
+from lightning_fcl.federation.optimizer_state import (
+    group_values,
+    optimizer_memory,
+    restore_optimizer,
+    set_group_values,
+    with_parameters,
+)
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.functional import GradientOf
-from lightning_fcl.methods.personal import PersonalModel
+from lightning_fcl.methods.functional import gradient_of, step_along
+from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import flatten
+from lightning_fcl.methods.step import stepped_by
 
 
 @dataclass(eq=False)
-class APFL(PersonalModel):
+class APFL(Method):
     """Every step: a personal model ``v`` and its weight ``alpha`` learn beside the shared ``w`` (Deng et al. 2020).
 
     ``w`` travels and trains as without it. With ``v_bar = alpha v + (1 - alpha) w`` and g the gradient of the task
@@ -45,6 +57,7 @@ class APFL(PersonalModel):
         0.5
     """
 
+    vectorizable: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(
         labels=True, loss=True, federation="with a single client there is no shared model to mix with. Remove `APFL`"
     )
@@ -52,22 +65,68 @@ class APFL(PersonalModel):
     alpha0: float = argument(0.5, between, 0, 1)
     alpha_lr: float | None = argument(None, at_least, 0)
 
-    def on_download(self, client: Client) -> Memory:
-        memory = super().on_download(client)
-        alpha = memory.get("alpha", torch.tensor(float(self.alpha0)))
-        return {**memory, "alpha": alpha.clone()} if client.active else memory
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._trainable: list[str] = []
+        self._keeps = False
+        self._personal: dict[str, nn.Parameter] = {}  # of the client that trains now
+        self._optimizer: Optimizer | None = None
 
-    def personal_gradient(
-        self, client: Client, own: State, shared: Mapping[str, nn.Parameter], gradient_of: GradientOf
-    ) -> Tensor:
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"Expected `accumulate_grad_batches=1` for `{type(self).__name__}`, whose personal model steps with "
+                f"each batch, but got {trainer.accumulate_grad_batches}. Raise the stream's `batch_size` instead."
+            )
+        self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
+        federation = federation_of(trainer)
+        self._keeps = federation is not None and federation.strategy.keep_optimizer
+
+    def on_download(self, client: Client) -> Memory:
+        if not client.active:
+            return client.memory
+        own = {**client.server, **section(client.memory, "v")}
+        begun = remember({name: own[name] for name in self._trainable}, "v")
+        alpha = client.memory.get("alpha", torch.tensor(float(self.alpha0)))
+        return {**client.memory, **begun, "alpha": alpha.clone()}
+
+    def begin(self, client: Client) -> None:
+        self._personal, self._optimizer = {}, None
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        client, shared = self.client, stepped_by(optimizer, pl_module)
+        if not (client.active and shared):
+            return
+        if self._optimizer is None:
+            self._optimizer = self._begun(client, optimizer)
+        own = {name: self._personal[name].detach() for name in shared}
         alpha = client.memory["alpha"]
-        before = alpha.clone()
-        gradient = gradient_of(*client.batch, mix(own, shared, alpha))
-        if torch.isfinite(gradient.sum()):
-            towards = flatten(own) - flatten(shared).detach()
-            rate = client.module.trainer.optimizers[0].param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
-            alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)
-        return before * gradient
+        gradient = gradient_of(pl_module, shared)(*client.batch, mix(own, shared, alpha))
+        if not torch.isfinite(gradient.sum()):
+            return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
+        towards = flatten(own) - flatten(shared).detach()
+        set_group_values(self._optimizer, group_values(optimizer))  # a schedule's
+        along = alpha * gradient + self.pull(client, own)
+        step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, along)
+        rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
+        alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)
+
+    def pull(self, client: Client, own: State) -> Tensor | float:
+        """What is added to the gradient that the parameters ``own`` of ``v`` step with, as one vector."""
+        return 0.0
+
+    def _begun(self, client: Client, optimizer: Optimizer) -> Optimizer:
+        """An optimizer like the client's own, for ``v``, which it changes in place in the memory."""
+        self._personal = {name: nn.Parameter(value) for name, value in section(client.memory, "v").items()}
+        named = dict(client.module.named_parameters())
+        own = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
+        restore_optimizer(own, section(client.memory, "optimizer"))
+        return own
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        if not self._keeps or self._optimizer is None:
+            return client.memory
+        return {**client.memory, **remember(optimizer_memory(self._optimizer), "optimizer")}
 
     def personalize(self, client: Client, state: State) -> State:
         own = {name: value.to(state[name].device) for name, value in section(client.memory, "v").items()}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
-from torch.optim import Optimizer
 
 from lightning_fcl.federation.aggregation import State, reductions_of
+from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.protocol import federation_of, need_federation
-from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
 
@@ -21,15 +19,13 @@ def averaged_parameters(module: L.LightningModule) -> State:
     """The trainable parameters that a federation's clients receive and send, by name; its own stay with each."""
     federation = federation_of(module.trainer)
     of = reductions_of(module, federation.strategy.rules if federation is not None else {})
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    return {name: p.detach() for name, p in named if of[name].up and of[name].down}
+    return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and of[n].up and of[n].down}
 
 
 def gradient_weight(group: Mapping[str, Any], steps: int) -> float:
     """The weights of all gradients in so many steps of SGD, added up: their number, and more with momentum.
 
-    ``learning rate * gradient_weight`` is how far the steps go with a gradient of 1 each, the ``||a||_1`` of Wang et
-    al. 2020 for SGD with momentum; without, and for the groups of other optimizers, it is the number of steps.
+    The ``||a||_1`` of Wang et al. 2020; of the groups of other optimizers it is the number of steps.
 
     Example:
         >>> gradient_weight({"lr": 0.1}, 3), gradient_weight({"momentum": 0.5}, 3)
@@ -43,12 +39,6 @@ def gradient_weight(group: Mapping[str, Any], steps: int) -> float:
     return total
 
 
-def optimizer_of(client: Client) -> Optimizer:
-    """The module's own optimizer, whose settings are those of each client's."""
-    federation = client.federation
-    return federation.optimizers[0] if federation is not None else client.module.trainer.optimizers[0]
-
-
 def need_uniform_weights(trainer: L.Trainer, name: str) -> None:
     """Refuse a federation in whose mean some clients weigh more than others."""
     weights = need_federation(trainer, name, "it has no clients").server.client_weights
@@ -60,31 +50,31 @@ def need_uniform_weights(trainer: L.Trainer, name: str) -> None:
 
 
 class MovesServer(Method):
-    """A method that moves the server's model on from the mean of a round's uploads, before anybody tests it.
-
-    All clients use it.
-    """
+    """A method of all clients that moves the server's model on from the mean of uploads, before anybody tests it."""
 
     needs: ClassVar[Needs] = Needs(federation="no server brings uploads together. Use the strategy")
 
     _begun: State  # the server's, before the round
 
-    @abstractmethod
     def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
-        """Where the server goes.
+        """Where the server goes that has ``begun`` the round.
 
-        Args:
-            begun: Its parameters when the round began: those that clients receive and send.
-            mean: What the uploads of the round have come to.
-            kept: The method's entries of `server_state`, to be changed in place.
-            share: That of the stream's clients whose uploads they are.
+        ``share`` of all clients have sent what ``mean`` is of; ``kept`` are the entries of `server_state`.
         """
+        raise NotImplementedError
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.clients != "all":
+        federation = need_federation(trainer, type(self).__name__, self.needs.federation)
+        unfit = {
+            f"`clients={self.clients}`": self.clients != "all",
+            "a `Swarm` whose nodes may miss it": federation.participation.may_miss,
+            "a `FedBuff`": isinstance(federation.participation.schedule, FedBuff),
+            "a `server_optimizer`": federation.server.optimizer_settings is not None,
+        }
+        for got in (what for what, there in unfit.items() if there):
             raise ValueError(
-                f'Expected `clients="all"` for `{type(self).__name__}`, which corrects the mean of all, but got '
-                f"{self.clients}. Leave it out."
+                f"Expected a server that goes to the mean of what all clients have trained from its model, for "
+                f"`{type(self).__name__}`, which moves it from there, but got {got}. Leave one out."
             )
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -100,8 +90,3 @@ class MovesServer(Method):
         share = len(server.record.trained) / len(federation.stream.plan.clients)
         for name, value in self.moved(self._begun, mean, server.kept_for(self.section), share).items():
             mean[name].copy_(value)
-
-
-def missed(client: Client) -> bool:
-    """Whether the client has trained, but what it sends does not arrive."""
-    return client.federation is not None and client.part.client in client.federation.server.record.missed

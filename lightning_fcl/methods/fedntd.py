@@ -16,16 +16,6 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Step
 
 
-def not_true(logits: Tensor, y: Tensor) -> Tensor:
-    """Logits of shape (batch, classes), with -inf for the class of each sample: a softmax is of the others.
-
-    Example:
-        >>> not_true(torch.zeros(1, 3), torch.tensor([1]))
-        tensor([[0., -inf, 0.]])
-    """
-    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == y[:, None], -torch.inf)
-
-
 @dataclass(eq=False)
 class FedNTD(Method):
     """Every step: distils from the server's model the classes that a sample is not of (Lee et al. 2022, section 4).
@@ -55,6 +45,8 @@ class FedNTD(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.beta == 0 or step.y is None:
             return 0.0
-        student, teacher = not_true(step.output, step.y), not_true(step.predict(step.server, step.x), step.y)
+        true = torch.arange(step.output.shape[-1], device=step.y.device) == step.y[:, None]
+        both = step.output, step.predict(step.server, step.x)
+        student, teacher = (logits.masked_fill(true, -torch.inf) for logits in both)
         loss = step.mean(distillation_loss(student, teacher, self.temperature))
         return self.beta * self.temperature**2 * loss

@@ -13,14 +13,13 @@ from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.optimizer_state import settings_of
+from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.methods.averaging import (
     averaged_parameters,
     gradient_weight,
-    missed,
     need_uniform_weights,
-    optimizer_of,
 )
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
@@ -69,15 +68,13 @@ class SCAFFOLD(Method):
         need_uniform_weights(trainer, "SCAFFOLD")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation, optimizer = federation_of(trainer), trainer.optimizers[0]
-        dampened = any(group.get("dampening") for group in optimizer.param_groups)
-        scheduled = federation is not None and federation.strategy.local_steps.scheduled
-        if type(optimizer) is not torch.optim.SGD or dampened or scheduled:
-            what = "dampening" if dampened else "a learning rate that changes by step" if scheduled else ""
+        settings = settings_of(trainer.optimizers[0])
+        scheduled = need_federation(trainer, "SCAFFOLD", "").strategy.local_steps.scheduled
+        alike = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
+        if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not alike:
             raise ValueError(
-                "Expected SGD without dampening, at one learning rate in a round, for `SCAFFOLD`, which tells a "
-                f"client's gradients from how far it has moved, but got {what or type(optimizer).__name__}. Use "
-                "`torch.optim.SGD`, and schedules by round."
+                "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients from its "
+                f"moves, but got {settings}{', scheduled by step' * scheduled}. Use SGD, and schedules by round."
             )
 
     def server_state(self, module: L.LightningModule) -> State:
@@ -98,16 +95,14 @@ class SCAFFOLD(Method):
         return {name: (c - client.memory[name]) / number for name, c in self._variates(client, own).items()}
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return client.memory if missed(client) else self._variates(client, own)
+        federation = client.federation
+        if federation is not None and client.part.client in federation.server.record.missed:
+            return client.memory  # the server has not heard of its change
+        return self._variates(client, own)
 
     def _variates(self, client: Client, own: State) -> Memory:
         """The client's variates after its training."""
-        names = {id(p): name for name, p in client.module.named_parameters()}
-        new: Memory = {}
-        for group in optimizer_of(client).param_groups:
-            distance = group["lr"] * gradient_weight(group, client.steps)
-            for name in (names[id(p)] for p in group["params"]):
-                if (key := f"c.{name}") in client.memory:
-                    moved = (client.server[name] - own[name]) / distance
-                    new[key] = client.memory[key] - client.shared[key] + moved
-        return {**client.memory, **new}
+        group = client.module.trainer.optimizers[0].param_groups[0]
+        distance, start = group["lr"] * gradient_weight(group, client.steps), client.server
+        names = {key: key.removeprefix("c.") for key in client.memory}
+        return {k: client.memory[k] - client.shared[k] + (start[n] - own[n]) / distance for k, n in names.items()}

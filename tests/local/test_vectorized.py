@@ -12,8 +12,12 @@ from lightning_fcl.callbacks import (
     EWC,
     GEM,
     MAS,
+    MOON,
+    SCAFFOLD,
     ContinualMetrics,
     DERpp,
+    FedDyn,
+    FedNTD,
     FedProto,
     FedProx,
     FLwF,
@@ -59,6 +63,10 @@ METHODS = {
     "FedProto": lambda: [FedProto(0.5)],
     "FedProto of some, beside a teacher": lambda: [FedProto(0.5, "head", clients=["0", "3"]), FLwF2T(0.3, 0.3)],
     "iCaRL": lambda: [ICaRL(9)],
+    "FedNTD": lambda: [FedNTD(2.0)],
+    "MOON, of some": lambda: [MOON(2.0, clients=["0", "3"])],
+    "SCAFFOLD": lambda: [SCAFFOLD()],
+    "FedDyn": lambda: [FedDyn(0.1)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 
@@ -86,7 +94,8 @@ def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "au
 @pytest.mark.seconds
 @pytest.mark.parametrize("methods", METHODS)
 def test_cohort_is_one_by_one_with_every_method(fit, make_stream, make_task, methods):
-    (one, record), (many, other) = both(fit, make_stream, make_task, methods)
+    uniform = {"client_weights": "uniform"} if methods in ("SCAFFOLD", "FedDyn") else {}
+    (one, record), (many, other) = both(fit, make_stream, make_task, methods, **uniform)
     assert difference(one, many) < 1e-5
     for left, right in zip(record["rounds"], other["rounds"], strict=True):
         assert left["correct"] == right["correct"]

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.data.scenarios import DomainIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.tasks.regression import Regressor
 
 CURVATURES = np.array([0.5, 1.0, 2.0, 4.0])
@@ -24,15 +25,14 @@ def quadratic(lr=0.1, **options):
     return task
 
 
-def clients(rounds, samples=(4, 4, 4, 4), batch_size=4):
+def clients(rounds, samples=(4, 4, 4, 4), batch_size=4, curvatures=CURVATURES):
     """A stream of one experience; each client has so many samples, which are all alike."""
     owner = np.repeat(np.arange(len(samples)), samples)
-    x = np.sqrt(CURVATURES)[owner, None].astype(np.float32)
-    y = (np.sqrt(CURVATURES) * TARGETS)[owner, None].astype(np.float32)
+    x = np.sqrt(curvatures)[owner, None].astype(np.float32)
+    y = (np.sqrt(curvatures) * TARGETS)[owner, None].astype(np.float32)
     scenario = DomainIncremental(rounds_per_experience=rounds)
-    return FederatedStream.from_arrays(
-        x, y, owner, np.zeros(len(owner), int), scenario=scenario, batch_size=batch_size, seed=0
-    )
+    words = {"scenario": scenario, "batch_size": batch_size, "split": Split(test=0.0), "seed": 0}
+    return FederatedStream.from_arrays(x, y, owner, np.zeros(len(owner), int), **words)
 
 
 def minimum(weights=(1, 1, 1, 1)):

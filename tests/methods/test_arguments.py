@@ -26,8 +26,11 @@ WRONG = {
         "divergence": -0.1,
         "balanced_epochs": -1,
     },
+    "Ditto": {"strength": -0.1},
     "EWC": {"strength": -1, "decay": 1.5},
+    "FedDyn": {"alpha": -0.1},
     "FedKNOW": {"temperature": 0, "tune_epochs": -1, "rho": 2},
+    "FedNTD": {"beta": -1.0, "temperature": 0.0},
     "FedProto": {"predict": "heat"},
     "FedProx": {"mu": -0.1},
     "FedRep": {"head_epochs": 0},
@@ -39,8 +42,10 @@ WRONG = {
     "LVTMethod": {"gamma": -1.0, "alpha": nan, "beta": -0.5, "rho": 0.0, "temperature": 0.0, "batch_size": 0},
     "LogitAdjustment": {"tau": -1},
     "MAS": {"strength": -1, "decay": 1.5},
+    "MOON": {"mu": -1.0, "temperature": 0.0},
     "MeanOutputLoss": {"mu": -0.1, "outputs": "softmax", "distance": "cosine", "cross_entropy": "new"},
     "Replay": {"max_size": 0.0, "policy": "best", "update": "never"},
+    "SI": {"strength": -1, "decay": 1.5, "damping": 0.0},
 }
 
 

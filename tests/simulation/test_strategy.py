@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream, client_model
-from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Method, Replay
+from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto, FedProx, FedViT, FLwF2T, Method, Replay
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
@@ -246,6 +246,7 @@ def with_head():
     [
         (lambda: [], {"model.head.*": "none"}),
         (lambda: [APFL(0.7)], {}),
+        (lambda: [Ditto(0.3)], {}),
         (lambda: [FedViT(integrate_last=True)], {"model.head.*": "none"}),
     ],
 )

@@ -1,0 +1,111 @@
+"""FedDyn: the paper's algorithm, and the fixed point that it has."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl.callbacks import ContinualMetrics, FedDyn
+from lightning_fcl.federation.fedbuff import FedBuff
+from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.federation.swarm import Swarm
+
+from .quadratics import clients, minimum, quadratic, value
+
+UNIFORM = {"client_weights": "uniform", "seed": 0}
+
+
+def by_hand(task, stream, drawn, alpha):
+    """Algorithm 1 of the paper, with one gradient g of each client and h of the server, in a loop."""
+    names, everyone = [name for name, _ in task.named_parameters()], stream.plan.clients
+    h, g = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
+    for round in range(stream.plan.rounds):
+        start = {name: p.detach().clone() for name, p in task.named_parameters()}
+        ended = []
+        for client in drawn(round):
+            x, y = stream.take(stream.plan.train[round][client])
+            model = copy.deepcopy(task)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for rows in [*torch.arange(len(y)).split(8)] * 2:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x[rows]), y[rows])
+                for n, p in model.named_parameters():
+                    loss = loss - (g[client][n] * p).sum() + alpha / 2 * (p - start[n]).square().sum()
+                loss.backward()
+                optimizer.step()
+            end = {name: p.detach() for name, p in model.named_parameters()}
+            g[client] = {n: g[client][n] - alpha * (end[n] - start[n]) for n in names}
+            ended.append(end)
+        h = {n: h[n] - alpha / len(everyone) * sum(end[n] - start[n] for end in ended) for n in names}
+        task.load_state_dict({n: sum(end[n] for end in ended) / len(ended) - h[n] / alpha for n in names})
+
+
+@pytest.mark.parametrize(("participation", "size"), [(1.0, 1), (1.0, 3), (2, 1)])
+def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, participation, size):
+    task, stream = make_task(), make_stream(rounds_per_experience=2, shuffle=False)
+    hand = copy.deepcopy(task)
+    options = {"participation": participation, "cohort_size": size, "local_epochs": 2, **UNIFORM}
+    trainer = fit(task, stream, [FedDyn(0.2)], **options)
+    by_hand(hand, stream, lambda round: trainer.strategy.federation.participation.drawn(stream.plan, round), 0.2)
+    assert_same(task, hand, 1e-5)
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_without_weight_it_is_fedavg_and_keeps_nothing(fit, make_stream, make_task, assert_same, size):
+    tasks = [make_task() for _ in range(3)]
+    for task, methods in zip(tasks, ([FedDyn(0.0)], [], [FedDyn(0.1)]), strict=True):
+        trainer = fit(task, make_stream(rounds_per_experience=2), methods, cohort_size=size, **UNIFORM)
+        used = bool(methods and methods[0].alpha)
+        assert bool(trainer.strategy.server.store["0"]) == bool(trainer.strategy.server.extra) == used
+    assert_same(tasks[0], tasks[1], 0 if size == 1 else 1e-6)
+    with pytest.raises(AssertionError):
+        assert_same(tasks[1], tasks[2], 1e-4)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("participation", "rounds"), [(1.0, 20), (2, 50)])
+def test_its_fixed_point_is_the_minimum_of_all_losses_where_fedavg_has_another(fit, participation, rounds):
+    ends = []
+    for methods in ([FedDyn(1.0)], []):
+        task = quadratic(lr=0.3)
+        fit(task, clients(rounds), methods, local_epochs=8, participation=participation, **UNIFORM)
+        ends.append(value(task))
+    assert ends[0] == pytest.approx(minimum(), abs=2e-3)
+    assert abs(ends[1] - minimum()) > 0.2
+
+
+def test_it_sends_what_fedavg_sends_and_leaves_own_parameters_alone(fit, make_stream, make_task):
+    records = []
+    for methods in ([FedDyn(0.1)], []):
+        metrics = ContinualMetrics()
+        options = {"reductions": {"model.3.*": "none"}, **UNIFORM}
+        trainer = fit(make_task(), make_stream(), [*methods, metrics], **options)
+        records.append([(entry["upload_bytes"], entry["download_bytes"]) for entry in metrics.record["rounds"]])
+        if methods:
+            kept = {"way.model.1.weight", "way.model.1.bias"}
+            assert trainer.strategy.server.store["0"]["FedDyn"].keys() == kept
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_resumed_is_uninterrupted(assert_resumes, make_task, size):
+    assert_resumes(make_task, lambda: FedDyn(0.1), client_weights="uniform", cohort_size=size)
+
+
+def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, samples, train):
+    for options, message in (
+        ({}, '`client_weights="uniform"` for `FedDyn`'),
+        (
+            {**UNIFORM, "server_optimizer": lambda params: torch.optim.SGD(params, lr=1.0)},
+            "got a `server_optimizer`",
+        ),
+        ({**UNIFORM, "swarm": Swarm(missing={"1": [0]})}, "for `FedDyn`, .* but got a `Swarm`"),
+        ({**UNIFORM, "schedule": FedBuff(Speeds(0.01), 2)}, "got a `FedBuff`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(make_task(), make_stream(), [FedDyn()], **options)
+    with pytest.raises(ValueError, match=r"for `FedDyn`, .* but got `clients="):
+        fit(make_task(), make_stream(), [FedDyn(clients=["1"])], **UNIFORM)
+    with pytest.raises(ValueError, match="for `FedDyn` but got a plain one"):
+        train(make_task(), [FedDyn()], samples())

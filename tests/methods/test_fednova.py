@@ -1,0 +1,87 @@
+"""FedNova: FedAvg where clients take equally many steps, and the fixed point that they do not shift."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.callbacks import ContinualMetrics, FedNova
+from lightning_fcl.federation.swarm import Swarm
+
+from .quadratics import CURVATURES, TARGETS, clients, minimum, quadratic, value
+
+SAMPLES = np.array([4, 8, 16, 32])
+STEPS = SAMPLES // 4  # of a pass, in batches of 4
+
+
+@pytest.mark.parametrize("optimizer", [{"lr": 0.1}, {"lr": 0.05, "momentum": 0.9}])
+def test_of_equally_many_steps_it_is_fedavg(fit, make_stream, make_task, assert_same, optimizer):
+    tasks = [make_task(lambda params: torch.optim.SGD(params, **optimizer)) for _ in range(2)]
+    whole = {"partition": "dirichlet", "batch_size": 1000, "rounds_per_experience": 3}
+    for task, methods in zip(tasks, ([FedNova()], []), strict=True):
+        fit(task, make_stream(**whole), methods, local_epochs=4, seed=0)
+    assert_same(*tasks, 1e-5)
+
+
+def step_of(client, w, steps, lr, momentum):
+    """Where a client's steps lead from w."""
+    velocity = 0.0
+    for _ in range(steps):
+        velocity = momentum * velocity + CURVATURES[client] * (w - TARGETS[client])
+        w = w - lr * velocity
+    return w
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
+def test_a_round_is_the_papers(fit, weights, momentum):
+    """x + tau_eff * sum_k p_k (y_k - x) / ||a_k||, in plain numbers."""
+    task = quadratic(lr=0.02, momentum=momentum)
+    fit(task, clients(1, SAMPLES), [FedNova()], client_weights=weights, seed=0)
+    p = SAMPLES / SAMPLES.sum() if weights == "samples" else np.full(4, 0.25)
+    norms = np.array([sum((1 - momentum**i) / (1 - momentum) for i in range(1, n + 1)) for n in STEPS])
+    ends = np.array([step_of(k, 2.0, n, 0.02, momentum) for k, n in enumerate(STEPS)])
+    assert value(task) == pytest.approx(2.0 + (p * norms).sum() * (p * (ends - 2.0) / norms).sum(), abs=1e-5)
+
+
+def fixed_point(weights, lr):
+    """Where the weighted ways of all clients add up to 0, each (1 - (1 - lr a_k)^tau_k) (b_k - w) long."""
+    reach = weights * (1 - (1 - lr * CURVATURES) ** STEPS)
+    return (reach * TARGETS).sum() / reach.sum()
+
+
+def test_its_fixed_point_is_the_minimum_where_fedavg_weighs_losses_by_steps(fit):
+    """With small steps, FedNova ends where the sum of p_k L_k is least, FedAvg where that of p_k tau_k L_k is."""
+    for methods, weights in (([FedNova()], 1 / STEPS), ([], np.ones(4))):
+        task = quadratic(lr=0.05)
+        fit(task, clients(45, SAMPLES), methods, client_weights="uniform", seed=0)
+        assert value(task) == pytest.approx(fixed_point(weights, 0.05), abs=1e-4)
+    assert fixed_point(1 / STEPS, 1e-6) == pytest.approx(minimum(), abs=1e-4)
+    assert fixed_point(np.ones(4), 1e-6) == pytest.approx(minimum(STEPS), abs=1e-4)
+    assert abs(minimum() - minimum(STEPS)) > 0.3
+
+
+def test_it_sends_one_number_more_and_leaves_own_parameters_alone(fit, make_stream, make_task):
+    records, own = [], []
+    for methods in ([FedNova()], []):
+        metrics = ContinualMetrics()
+        options = {"reductions": {"model.3.*": "none"}, "seed": 0, "local_epochs": 2, "cohort_size": 1}
+        trainer = fit(make_task(), make_stream(), [*methods, metrics], max_epochs=1, **options)
+        records.append(metrics.record["rounds"][0])
+        own.append(trainer.strategy.server.store["1"]["model"])
+    for client in "012":
+        assert records[0]["upload_bytes"][client] == records[1]["upload_bytes"][client] + 4
+    torch.testing.assert_close(*own, rtol=0, atol=0)
+
+
+def test_resumed_is_uninterrupted(assert_resumes, make_task):
+    assert_resumes(make_task, FedNova)
+
+
+def test_what_it_cannot_work_with_is_refused(fit, make_stream, make_task, samples, train):
+    with pytest.raises(ValueError, match=r"for `FedNova`, .* but got `clients="):
+        fit(make_task(), make_stream(), [FedNova(clients=["1"])])
+    with pytest.raises(ValueError, match="for `FedNova` but got a plain one"):
+        train(make_task(), [FedNova()], samples())
+    with pytest.raises(ValueError, match=r"for `FedNova`, .* but got a `Swarm`"):
+        fit(make_task(), make_stream(), [FedNova()], swarm=Swarm(missing={"1": [0]}))
+    fit(make_task(), make_stream(), [FedNova()], swarm=Swarm(leaves={"1": 1}))

@@ -1,0 +1,83 @@
+"""MOON: features near the server's, far from the previous model's."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl.callbacks import MOON
+from lightning_fcl.methods.moon import contrastive_loss
+from lightning_fcl.models import MLP
+
+
+def by_formula(features, near, far, temperature):
+    """Equation 3 of the paper, sample by sample."""
+    losses = []
+    for z, a, b in zip(features, near, far, strict=True):
+        s_near, s_far = (torch.exp((z @ t) / (z.norm() * t.norm()) / temperature) for t in (a, b))
+        losses.append(-torch.log(s_near / (s_near + s_far)))
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_loss_is_the_papers(temperature):
+    torch.manual_seed(0)
+    features, near, far = torch.randn(3, 7, 5)
+    torch.testing.assert_close(
+        contrastive_loss(features, near, far, temperature), by_formula(features, near, far, temperature)
+    )
+    assert (contrastive_loss(near, near, far) < contrastive_loss(far, near, far)).all()
+
+
+def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same):
+    stream, task = make_stream(rounds_per_experience=2, shuffle=False), make_task(model=MLP([6, 16, 4]))
+    stream.setup("fit")
+    w, previous = copy.deepcopy(task), {}
+    for current in stream.plan.train:
+        uploads = []
+        for client, rows in current.items():
+            model, (x, y) = copy.deepcopy(w), stream.take(rows)
+            optimizer, far = model.configure_optimizers(), previous.get(client, w)
+            for indices in [*torch.arange(len(y)).split(8)] * 2:
+                inputs = x[indices]
+                optimizer.zero_grad()
+                teachers = (teacher.embed(inputs).detach() for teacher in (w, far))
+                contrast = by_formula(model.embed(inputs), *teachers, 0.5).mean()
+                (F.cross_entropy(model(inputs), y[indices]) + 2.0 * contrast).backward()
+                optimizer.step()
+            previous[client] = model
+            uploads.append((len(y), model.state_dict()))
+        total = sum(n for n, _ in uploads)
+        w.load_state_dict({name: sum(n * state[name] for n, state in uploads) / total for name in w.state_dict()})
+    for size in (1, "auto"):
+        own = copy.deepcopy(task)
+        trainer = fit(own, make_stream(rounds_per_experience=2, shuffle=False), [MOON(2.0)], cohort_size=size,
+                      local_epochs=2, seed=0)  # fmt: skip
+        assert_same(own, w, 1e-5)
+        kept = {name[4:]: value for name, value in trainer.strategy.server.store["1"]["MOON"].items()}
+        torch.testing.assert_close(kept, dict(previous["1"].state_dict()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_without_weight_it_is_fedavg_and_keeps_nothing(fit, make_stream, make_task, assert_same, size):
+    tasks = [make_task() for _ in range(3)]
+    for task, methods in zip(tasks, ([MOON(0.0)], [], [MOON(5.0)]), strict=True):
+        trainer = fit(task, make_stream(rounds_per_experience=2), methods, cohort_size=size, seed=0)
+        assert bool(trainer.strategy.server.store["0"]) == bool(methods and methods[0].mu)
+    assert_same(tasks[0], tasks[1], 0 if size == 1 else 1e-6)
+    with pytest.raises(AssertionError):
+        assert_same(tasks[1], tasks[2], 1e-4)
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_in_a_clients_first_round_it_has_no_gradient(fit, make_stream, make_task, assert_same, size):
+    tasks = [make_task(), make_task()]
+    for task, methods in zip(tasks, ([MOON(5.0)], []), strict=True):
+        fit(task, make_stream(), methods, cohort_size=size, max_epochs=1, local_epochs=2, seed=0)
+    assert_same(*tasks, 1e-5)
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_resumed_is_uninterrupted(assert_resumes, make_task, size):
+    assert_resumes(make_task, lambda: MOON(3.0), cohort_size=size)

@@ -1,0 +1,103 @@
+"""SI: the importance that a path gives, and the penalty by it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.callbacks import SI
+
+from .quadratics import CURVATURES, clients, quadratic, value
+
+
+def importance(memory, name="model.weight"):
+    return float(memory[f"importance.{name}"])
+
+
+@pytest.mark.parametrize("start", [2.5, -9.0])
+def test_of_a_quadratic_it_is_half_the_curvature_wherever_it_begins(fit, start):
+    """Of steps of finite length h / (2 - lr * h): a sum of squares in place of an integral."""
+    task, lr = quadratic(lr=0.05), 0.05
+    torch.nn.init.constant_(task.model.weight, start)
+    trainer = fit(task, clients(rounds=1), [SI(damping=1e-6)], local_epochs=300)
+    for client, curvature in zip("0123", CURVATURES, strict=True):
+        kept = importance(trainer.strategy.server.store[client]["SI"])
+        assert kept == pytest.approx(curvature / (2 - lr * curvature), rel=5e-3)
+
+
+def by_hand(task, tasks, strength, damping, decay, epochs, batch, lr=0.1):
+    """Equations 4 and 5 of the paper, with a strength of 2 c, in a loop."""
+    names = [name for name, _ in task.named_parameters()]
+    center, total = {n: p.detach().clone() for n, p in task.named_parameters()}, dict.fromkeys(names, 0.0)
+    for x, y in tasks:
+        fall, begun = dict.fromkeys(names, 0.0), {n: p.detach().clone() for n, p in task.named_parameters()}
+        for _ in range(epochs):
+            for inputs, targets in zip(x.split(batch), y.split(batch), strict=True):
+                gradients = torch.autograd.grad(F.cross_entropy(task(inputs), targets), list(task.parameters()))
+                with torch.no_grad():
+                    for (n, p), g in zip(task.named_parameters(), gradients, strict=True):
+                        before = p.clone()
+                        p -= lr * (g + strength * total[n] * (p - center[n]))
+                        fall[n] = fall[n] - g * (p - before)
+        center = {n: p.detach().clone() for n, p in task.named_parameters()}
+        moved = {n: center[n] - begun[n] for n in names}
+        total = {n: decay * total[n] + fall[n].clamp(min=0) / (moved[n].square() + damping) for n in names}
+    return total
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_drop_in_equals_hand_written_loop(make_task, samples, train, assert_same, accumulate):
+    task, tasks = make_task(), [samples([0, 2], 32), samples([1, 3], 32, seed=1), samples([0, 1], 32, seed=2)]
+    hand, method = copy.deepcopy(task), SI(3.0, 0.9, normalize=False, damping=0.01)
+    for data in tasks:
+        train(task, [method], data, epochs=3, accumulate_grad_batches=accumulate)
+    total = by_hand(hand, tasks, 3.0, 0.01, 0.9, epochs=3, batch=8 * accumulate)
+    assert_same(task, hand, 1e-5)
+    for name, expected in total.items():
+        torch.testing.assert_close(method.memory[f"importance.{name}"], expected, rtol=1e-3, atol=1e-4)
+        assert expected.max() > 1e-2
+
+
+def test_what_the_server_moves_counts_for_nothing(fit):
+    """Of a client whose loss has no gradient, whatever others do to the model."""
+    curvatures = CURVATURES * [1, 0, 1, 1]
+    task, stream = quadratic(lr=0.05), clients(rounds=4, curvatures=curvatures)
+    store = fit(task, stream, [SI()], local_epochs=2).strategy.server.store
+    assert importance(store["1"]["SI"]) == 0 and importance(store["2"]["SI"]) > 0.01
+    assert abs(value(task) - 2.0) > 0.1
+
+
+def test_without_strength_it_is_fine_tuning(fit, make_stream, make_task, assert_same, assert_fine_tunes_without):
+    tasks = [make_task(), make_task()]
+    for task, methods in zip(tasks, ([SI(0.0)], []), strict=True):
+        fit(task, make_stream(), methods, cohort_size=1)
+    assert_same(*tasks, 0)
+    assert_fine_tunes_without(lambda clients="all": SI(5.0, clients=clients))
+
+
+def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task):
+    assert_resumes(make_task, lambda: SI(5.0))
+
+
+def test_an_undone_round_leaves_the_memory_as_it_was(fit, make_stream, make_task):
+    class Stops(Callback):
+        def on_round_end(self, trainer, module):
+            self.server = trainer.strategy.server
+            self.kept = copy.deepcopy(dict(self.server.store["0"]["SI"]))
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 2:
+                raise KeyError("within the second round")
+
+    stops = Stops()
+    with pytest.raises(KeyError, match="second round"):
+        fit(make_task(), make_stream(rounds_per_experience=3), [SI(), stops], cohort_size=1)
+    torch.testing.assert_close(dict(stops.server.store["0"]["SI"]), stops.kept, rtol=0, atol=0)
+    assert float(stops.kept["fall.model.1.weight"].abs().max()) > 0
+
+
+def test_clients_train_one_at_a_time(fit, make_stream, make_task):
+    with pytest.raises(ValueError, match="`SI` trains one client at a time"):
+        fit(make_task(), make_stream(), [SI()], cohort_size=2)
