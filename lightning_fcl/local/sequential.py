@@ -23,7 +23,7 @@ from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
 from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.compose import Recalled
-from lightning_fcl.methods.declaration import Declaration, Uploads, client_of
+from lightning_fcl.methods.declaration import Declaration, client_of
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.randomness import Keys, keys_of, numbers
@@ -99,18 +99,15 @@ class SequentialTrainer:
         return step()
 
     def finish(self) -> Trained:
-        """Take the client's state from the module; what it sends is its methods' choice."""
+        """Take the client's state from the module."""
         own = {name: value.detach() for name, value in entries(self._module).items()}
         if new := [name for name in own if name not in self._received]:
             raise ValueError(
                 f"Expected a module whose state is there before it trains but a step of client "
                 f"{self._client_round.client} has made {quoted(new)}. Make it in `__init__` or in `configure_model`."
             )
-        sent = own
-        for method, client in zip(self._methods, self._clients, strict=True):
-            sent = method.upload(client, sent) if isinstance(method, Uploads) and client.active else sent
         return Trained(
-            {name: value[None] for name, value in sent.items()},
+            {name: value[None] for name, value in own.items()},
             [[client.memory for client in self._clients]],
             own,
             self._kept() if self._keep_optimizer else None,

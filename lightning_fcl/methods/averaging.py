@@ -54,13 +54,8 @@ class MovesServer(Method):
 
     needs: ClassVar[Needs] = Needs(federation="no server brings uploads together. Use the strategy")
 
-    _begun: State  # the server's, before the round
-
     def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
-        """Where the server goes that has ``begun`` the round.
-
-        ``share`` of all clients have sent what ``mean`` is of; ``kept`` are the entries of `server_state`.
-        """
+        """Where the server goes: ``share`` of all clients have sent what ``mean`` is of; ``kept`` is its own state."""
         raise NotImplementedError
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

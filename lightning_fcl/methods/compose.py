@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -23,9 +23,6 @@ from lightning_fcl.methods.declaration import Declaration, Predicts, Recalls, Se
 from lightning_fcl.methods.functional import states_loss
 from lightning_fcl.methods.step import Step, matches
 from lightning_fcl.randomness import Keys, numbers
-
-if TYPE_CHECKING:
-    pass
 
 
 def methods_of(trainer: L.Trainer) -> list[Declaration]:

@@ -76,7 +76,7 @@ class Declaration:
     """What it cannot work without. Samples always where it overrides `rehearse` or `project` or recalls."""
 
     vectorizable: ClassVar[bool] = True
-    """Whether clients that use the method can train side by side; never where it overrides `project` or uploads."""
+    """Whether clients that use it can train side by side; never where it projects, nor where it uploads unless told."""
 
     ends_undrawn: ClassVar[bool] = False
     """Whether `end_round` also runs for clients that were not drawn for the last round of their experience."""
@@ -91,7 +91,8 @@ class Declaration:
         projects, needs = overrides(cls, "project"), cls.needs
         samples = needs.samples or projects or overrides(cls, "rehearse") or hasattr(cls, "recall")
         cls.needs = replace(needs, samples=samples, labels=needs.labels or samples, loss=needs.loss or projects)
-        cls.vectorizable = cls.vectorizable and not (projects or hasattr(cls, "upload"))
+        uploads = hasattr(cls, "upload") and "vectorizable" not in vars(cls)
+        cls.vectorizable = cls.vectorizable and not (projects or uploads)
 
     def __init__(self, clients: Clients = "all") -> None:
         self.clients = clients
@@ -279,7 +280,8 @@ class Uploads(Protocol):
     def upload(self, client: Client, own: State) -> State:
         """What a client uploads in place of the state ``own`` that its local training ended with, which it keeps.
 
-        The client's state is in the module. Clients train one at a time.
+        Where clients train one at a time, as they do unless the class says ``vectorizable = True``, the client's state
+        is in the module.
         """
 
 

@@ -55,11 +55,7 @@ class FedDyn(MovesServer):
         return {name: torch.zeros_like(value) for name, value in averaged.items()}
 
     def on_download(self, client: Client) -> Memory:
-        if self.alpha == 0:
-            return {}
-        return client.memory or remember(
-            {name: torch.zeros_like(value) for name, value in client.shared.items()}, "way"
-        )
+        return client.memory or remember({n: torch.zeros_like(way) for n, way in client.shared.items()}, "way")
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.alpha == 0:

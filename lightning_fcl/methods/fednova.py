@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -31,6 +32,8 @@ class FedNova(MovesServer):
         >>> FedNova().reductions
         {}
     """
+
+    vectorizable: ClassVar[bool] = True
 
     def server_state(self, module: L.LightningModule) -> State:
         return {"tau": torch.ones(())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import numpy as np
@@ -27,9 +27,6 @@ from lightning_fcl.methods.replay import Replay
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models.decomposed import Decomposed, prune
 from lightning_fcl.tasks.classification import Classifier
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(eq=False)

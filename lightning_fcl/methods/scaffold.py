@@ -16,11 +16,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.optimizer_state import settings_of
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.reductions import Sum
-from lightning_fcl.methods.averaging import (
-    averaged_parameters,
-    gradient_weight,
-    need_uniform_weights,
-)
+from lightning_fcl.methods.averaging import averaged_parameters, gradient_weight, need_uniform_weights
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.importance import summed
@@ -73,7 +69,7 @@ class SCAFFOLD(Method):
         alike = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
         if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not alike:
             raise ValueError(
-                "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients from its "
+                "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients off its "
                 f"moves, but got {settings}{', scheduled by step' * scheduled}. Use SGD, and schedules by round."
             )
 
@@ -82,8 +78,7 @@ class SCAFFOLD(Method):
         return {**remember(nothing, "c"), "clients": torch.tensor(float(len(need_stream(module.trainer).plan.clients)))}
 
     def on_download(self, client: Client) -> Memory:
-        nothing = {name: torch.zeros_like(value) for name, value in section(client.shared, "c").items()}
-        return client.memory or remember(nothing, "c")
+        return client.memory or {n: torch.zeros_like(c) for n, c in client.shared.items() if n != "clients"}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         own, all_clients = section(client.memory, "c"), section(client.shared, "c")

@@ -23,7 +23,7 @@ from lightning_fcl.federation.protocol import ListensToClients
 from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.methods.declaration import Declaration, client_of
+from lightning_fcl.methods.declaration import Declaration, Uploads, client_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
@@ -174,7 +174,7 @@ class Round:
         trained = federation.trainer.finish()
         self.placement.took(clients)
         missed = [participation.may_miss and participation.misses(client, self.number) for client in clients.clients]
-        sent = {**trained.uploads, **self._contributions(cohort, trained)}
+        sent = {**self._uploads(cohort, trained), **self._contributions(cohort, trained)}
         taken = _in_reach(send, federation.server.record, clients, sent, missed)
         _name_diverged(federation.server.record, clients, trained, taken)
         listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
@@ -189,6 +189,15 @@ class Round:
                 load_entries(federation.module, trained.state(row))
             for listener in listeners:
                 listener.on_client_end(federation.module.trainer, federation.module, client)
+
+    def _uploads(self, cohort: Cohort, trained: Trained) -> State:
+        """What the clients send of the module's entries, or in place of them, every entry of shape (clients, ...)."""
+        uploading = [(i, m) for i, m in enumerate(self.federation.methods) if isinstance(m, Uploads)]
+        rows = [trained.state(row) for row in range(len(cohort.clients))] if uploading else []
+        for (i, method), (row, part) in itertools.product(uploading, enumerate(cohort.clients)):
+            if method.applies_to(part):
+                rows[row] = method.upload(cohort.ended(method, row, trained.memories[row][i]), rows[row])
+        return {n: torch.stack([row[n] for row in rows]) for n in rows[0]} if rows else trained.uploads
 
     def _contributions(self, cohort: Cohort, trained: Trained) -> State:
         """What the clients send to what the server keeps for methods, every entry of shape (clients, ...)."""

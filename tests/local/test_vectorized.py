@@ -17,6 +17,7 @@ from lightning_fcl.callbacks import (
     ContinualMetrics,
     DERpp,
     FedDyn,
+    FedNova,
     FedNTD,
     FedProto,
     FedProx,
@@ -67,6 +68,7 @@ METHODS = {
     "MOON, of some": lambda: [MOON(2.0, clients=["0", "3"])],
     "SCAFFOLD": lambda: [SCAFFOLD()],
     "FedDyn": lambda: [FedDyn(0.1)],
+    "FedNova": lambda: [FedNova()],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

@@ -6,6 +6,7 @@ import torch
 
 from lightning_fcl.callbacks import ContinualMetrics, FedNova
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.methods import Method
 
 from .quadratics import CURVATURES, TARGETS, clients, minimum, quadratic, value
 
@@ -73,8 +74,26 @@ def test_it_sends_one_number_more_and_leaves_own_parameters_alone(fit, make_stre
     torch.testing.assert_close(*own, rtol=0, atol=0)
 
 
-def test_resumed_is_uninterrupted(assert_resumes, make_task):
-    assert_resumes(make_task, FedNova)
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_resumed_is_uninterrupted(assert_resumes, make_task, size):
+    assert_resumes(make_task, FedNova, cohort_size=size)
+
+
+def test_a_method_that_uploads_trains_side_by_side_only_where_it_says_so(fit, make_stream, make_task, assert_same):
+    class Halves(Method):
+        def upload(self, client, own):
+            return {name: (value + client.server[name]) / 2 for name, value in own.items()}
+
+    class Together(Halves):
+        vectorizable = True
+
+    tasks = [make_task() for _ in range(3)]
+    for task, method, several in zip(tasks, (Halves(), Together(), FedNova()), (False, True, True), strict=True):
+        trainer = fit(task, make_stream(partition="dirichlet"), [method], seed=0)
+        assert (trainer.strategy.clients_at_once > 1) == several
+    assert_same(*tasks[:2], 1e-5)
+    with pytest.raises(ValueError, match="`Halves` trains one client at a time"):
+        fit(make_task(), make_stream(), [Halves()], cohort_size=2)
 
 
 def test_what_it_cannot_work_with_is_refused(fit, make_stream, make_task, samples, train):
