@@ -41,8 +41,9 @@ def gradient_weight(group: Mapping[str, Any], steps: int) -> float:
 
 def need_uniform_weights(trainer: L.Trainer, name: str) -> None:
     """Refuse a federation in whose mean some clients weigh more than others."""
-    weights = need_federation(trainer, name, "it has no clients").server.client_weights
-    if weights != "uniform" and not (isinstance(weights, dict) and len({*weights.values()}) == 1):
+    federation = need_federation(trainer, name, "it has no clients")
+    weights, several = federation.server.client_weights, len(federation.stream.plan.clients) > 1
+    if several and weights != "uniform":
         raise ValueError(
             f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
             f"{weights!r}. Give it to the strategy."

@@ -28,9 +28,8 @@ class SI(Consolidation):
     ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`; the paper's equation 4 has no
     1 / 2: its c is ``strength / 2``. Each step adds ``-g_i * (change of theta_i)`` to omega_i, g being the gradient of
     the loss without this penalty, before it is clipped. When an experience ends, Omega_i grows by ``omega_i / (D_i^2 +
-    damping)`` (equation 5), D_i being how far the client's own steps of the experience have moved theta_i: where the
-    server has moved it, the loss of the client did not fall by that. What is negative counts as 0. Of a quadratic
-    loss, Omega_i tends to half its curvature.
+    damping)`` (equation 5), at least by 0; D_i is how far the client's own steps of the experience have moved theta_i,
+    not the server. Of a quadratic loss, Omega_i tends to half its curvature.
 
     A client keeps four numbers for each parameter, and sends what FedAvg sends. Clients train one at a time.
 

@@ -176,8 +176,9 @@ def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp
     words = ["deploy", "flower", "quickstart", "--out", str(tmp_path / "app")]
     swarm = ["--trainer.strategy.swarm", "lightning_fcl.federation.swarm.Swarm"]
     assert "Expected no `swarm` in a deployment" in error_of([*words, *swarm])
-    looks = ["--trainer.callbacks", "lightning_fcl.callbacks.FedViT"]
-    assert "only a simulation can" in error_of([*words, *looks])
+    for name in ("FedViT", "FedDyn", "FedNova"):
+        looks = ["--trainer.callbacks", f"lightning_fcl.callbacks.{name}"]
+        assert "only a simulation can" in error_of([*words, *looks])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     assert "holds something else" in error_of(["deploy", "flower", "quickstart", "--out", str(tmp_path / "mine")])

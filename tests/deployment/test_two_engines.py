@@ -75,6 +75,10 @@ CASES = {
     },
     "order statistics": {"trainer": {"strategy": strategy(reductions={"*": "median"})}},
     "prototypes": {"trainer": {"callbacks": [method("FedProto")]}},
+    "variates": {
+        "trainer": {"strategy": strategy(client_weights="uniform", participation=3), "callbacks": [method("SCAFFOLD")]}
+    },
+    "personal models": {"trainer": {"callbacks": [method("Ditto"), method("SI"), method("MOON"), method("FedNTD")]}},
     "projection, accumulation and clipping": {
         "trainer": {"callbacks": [method("GEM", max_size=20)], "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     },

@@ -1,7 +1,9 @@
 """FedPer, LG-FedAvg and FedBN: each a line of `reductions`, against loops that average the rest by hand."""
 
 import copy
+import json
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +54,8 @@ def by_hand(task, stream, own):
 @pytest.mark.parametrize("method", LINES)
 def test_the_line_is_the_method(fit, make_stream, make_task, method):
     rules, own = LINES[method]
+    table = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    assert f"| {method}: `reductions={json.dumps(rules)}` |" in table
     task, stream = make_task(model=network()), make_stream(rounds_per_experience=2, drop_last=True)
     stream.setup("fit")
     server, kept = by_hand(task, stream, own)

@@ -192,7 +192,7 @@ def scheduled(task):
 def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, samples, train):
     with pytest.raises(ValueError, match=r"`client_weights=\"uniform\"` for `SCAFFOLD`.* but got 'samples'"):
         fit(make_task(), make_stream(), [SCAFFOLD()])
-    fit(make_task(), make_stream(), [SCAFFOLD()], client_weights={"0": 2.0, "1": 2.0, "2": 2.0}, max_epochs=1)
+    fit(make_task(), make_stream(clients=1), [SCAFFOLD()], max_epochs=1)
     adam, damped = torch.optim.Adam, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1)
     for task, what in (
         (make_task(lambda params: adam(params)), "'Adam'"),

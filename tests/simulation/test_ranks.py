@@ -92,7 +92,7 @@ METHODS = {
     "logits remembered": lambda: ([DERpp(max_size=10)], {}),
     "prototypes at the server": lambda: ([FedProto()], {}),
     "variates": lambda: ([SCAFFOLD()], {"client_weights": "uniform"}),
-    "ways": lambda: ([FedDyn(0.1)], {"client_weights": "uniform", "participation": 0.5}),
+    "ways": lambda: ([FedDyn(0.1)], {"client_weights": "uniform", "participation": 0.5, "cohort_size": 1}),
     "mean steps": lambda: ([FedNova()], {}),
     "sums at the server": lambda: ([Fed3R()], {}),
     "a proximal term, optimizers kept": lambda: ([FedProx(0.1)], {"keep_optimizer": True, "cohort_size": 1}),
