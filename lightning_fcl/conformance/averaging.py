@@ -24,8 +24,12 @@ def _is_fedavg_with(claim: str, **arguments: Any) -> None:
 _is_fedavg_with("FedProx", mu=0.0)
 _is_fedavg_with("FedProto", strength=0.0)
 _is_fedavg_with("LogitAdjustment", tau=0.0)
+_is_fedavg_with("FedNTD", beta=0.0)
+_is_fedavg_with("MOON", mu=0.0)
+_is_fedavg_with("FedDyn", alpha=0.0)
 _is_fedavg_with("EWC", strength=0.0)
 _is_fedavg_with("MAS", strength=0.0)
+_is_fedavg_with("SI", strength=0.0)
 _is_fedavg_with("LwF", strength=0.0)
 
 
@@ -56,6 +60,7 @@ def _server_is_fedavg(claim: str) -> None:
 
 
 _server_is_fedavg("APFL")
+_server_is_fedavg("Ditto")
 
 
 @states("FedRep", "heads never leave the clients: the server's is what it was, its body learns")

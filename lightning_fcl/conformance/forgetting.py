@@ -26,7 +26,7 @@ def _first_task_is_fedavg(claim: str) -> None:
         assert_same(found, wanted, "in the first task")
 
 
-for _claim in ("EWC", "MAS", "LwF", "GEM", "AGEM"):
+for _claim in ("EWC", "MAS", "SI", "LwF", "GEM", "AGEM"):
     _first_task_is_fedavg(_claim)
 
 
@@ -43,6 +43,7 @@ def _holds_more(claim: str, **arguments: Any) -> None:
 
 _holds_more("EWC", strength=5.0)
 _holds_more("MAS", strength=5.0)
+_holds_more("SI", strength=5.0)
 
 
 @states("LwF", "the old model's answers stay nearer than with fine-tuning, on four seeds")

@@ -90,9 +90,10 @@ def train(
 ) -> Classifier:
     """A classifier that clients have trained, one at a time unless ``cohort_size`` says otherwise."""
     stream, task = stream_of() if stream is None else stream, task_of() if task is None else task
+    usual: dict[str, Any] = {"cohort_size": 1, "client_weights": "uniform", "reductions": rules_for(*methods)}
     with _quietly():
         trainer = L.Trainer(
-            strategy=FederatedStrategy(**{"cohort_size": 1, "reductions": rules_for(*methods), **strategy}),
+            strategy=FederatedStrategy(**{**usual, **strategy}),
             callbacks=[*methods, *callbacks],
             max_epochs=-1 if max_epochs is None else max_epochs,
             accelerator="cpu",

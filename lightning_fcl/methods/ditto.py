@@ -28,8 +28,7 @@ class Ditto(APFL):
         strength: Weight (lambda) of the distance, at least 0; with 0, ``v`` learns from the client's data alone.
 
     Raises:
-        ValueError: If ``strength`` is negative, the Trainer is no federation's, or the module does not state its loss
-            apart.
+        ValueError: If ``strength`` is negative, or for what `APFL` raises it.
 
     Example:
         >>> Ditto(strength=0.1).alpha0

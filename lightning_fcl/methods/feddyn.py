@@ -34,8 +34,7 @@ class FedDyn(MovesServer):
         alpha: Weight of both terms, at least 0; 0 is FedAvg.
 
     Raises:
-        ValueError: If ``alpha`` is negative, or the Trainer is no federation's whose server goes to the uniform mean of
-            what clients have trained from its model.
+        ValueError: If ``alpha`` is negative, or no server goes to the uniform mean of what clients have made of it.
 
     Example:
         >>> FedDyn(alpha=0.1).alpha

@@ -25,8 +25,7 @@ class FedNova(MovesServer):
     one number more than for FedAvg. Parameters that stay with the clients, and buffers, are left alone.
 
     Raises:
-        ValueError: If the Trainer is no federation's whose server goes to the mean of what clients have trained from
-            its model.
+        ValueError: If no server goes to the mean of what all clients of a round have trained from its model.
 
     Example:
         >>> FedNova().reductions

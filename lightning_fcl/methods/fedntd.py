@@ -46,7 +46,6 @@ class FedNTD(Method):
         if self.beta == 0 or step.y is None:
             return 0.0
         true = torch.arange(step.output.shape[-1], device=step.y.device) == step.y[:, None]
-        both = step.output, step.predict(step.server, step.x)
-        student, teacher = (logits.masked_fill(true, -torch.inf) for logits in both)
-        loss = step.mean(distillation_loss(student, teacher, self.temperature))
-        return self.beta * self.temperature**2 * loss
+        logits = step.output, step.predict(step.server, step.x)
+        student, teacher = (each.masked_fill(true, -torch.inf) for each in logits)
+        return self.beta * self.temperature**2 * step.mean(distillation_loss(student, teacher, self.temperature))

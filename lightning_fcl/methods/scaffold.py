@@ -49,8 +49,7 @@ class SCAFFOLD(Method):
     variates. The paper's global step size is that of ``server_optimizer``.
 
     Raises:
-        ValueError: If the Trainer is no federation's, its ``client_weights`` are not uniform, or the optimizer is not
-            SGD at one learning rate in a round.
+        ValueError: If there is no federation of uniform ``client_weights``, or no SGD at one learning rate in a round.
 
     Example:
         >>> SCAFFOLD().vectorizable

@@ -70,12 +70,10 @@ class SI(Consolidation):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         client, memory = self.client, self.client.memory
-        if self.strength == 0 or not client.active:
-            return
         self._note_step(client, dict(pl_module.named_parameters()))
         weight = self.strength * memory.get("scale", 1.0)
         for name, p in stepped_by(optimizer, pl_module).items():
-            if p.grad is not None and f"fall.{name}" in memory:
+            if client.active and p.grad is not None and f"fall.{name}" in memory:
                 of_penalty = weight * memory[f"importance.{name}"] * (p - memory[f"center.{name}"])
                 self._last[name] = p.clone(), p.grad - of_penalty
 

@@ -145,6 +145,7 @@ MUTANTS = {
     "FedRep: heads never leave": sends_its_head,
     "EWC: a second task": idle,
     "MAS: a second task": idle,
+    "SI: a second task": idle,
     "LwF: the old model's answers": idle,
     "GEM: no step goes against": idle,
     "AGEM: no step goes against": idle,
