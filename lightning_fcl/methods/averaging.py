@@ -11,6 +11,7 @@ import torch
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.protocol import federation_of, need_federation
+from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
 
@@ -42,11 +43,10 @@ def gradient_weight(group: Mapping[str, Any], steps: int) -> float:
 def need_uniform_weights(trainer: L.Trainer, name: str) -> None:
     """Refuse a federation in whose mean some clients weigh more than others."""
     federation = need_federation(trainer, name, "it has no clients")
-    weights, several = federation.server.client_weights, len(federation.stream.plan.clients) > 1
-    if several and weights != "uniform":
+    if federation.server.client_weights != "uniform" and len(federation.stream.plan.clients) > 1:
         raise ValueError(
             f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
-            f"{weights!r}. Give it to the strategy."
+            f"{federation.server.client_weights!r}. Give it to the strategy."
         )
 
 
@@ -66,6 +66,7 @@ class MovesServer(Method):
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss,
             "a `FedBuff`": isinstance(federation.participation.schedule, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
+            "another such method": sum(isinstance(method, MovesServer) for method in methods_of(trainer)) > 1,
         }
         for got in (what for what, there in unfit.items() if there):
             raise ValueError(

@@ -23,8 +23,7 @@ def contrastive_loss(features: Tensor, near: Tensor, far: Tensor, temperature: f
     """``-log(e^(s_near / t) / (e^(s_near / t) + e^(s_far / t)))`` of cosine similarities s, per sample: shape (batch,).
 
     Example:
-        >>> import torch
-        >>> contrastive_loss(torch.ones(1, 2), near=torch.ones(1, 2), far=torch.ones(1, 2))
+        >>> contrastive_loss(Tensor([[1, 2]]), near=Tensor([[3, 6]]), far=Tensor([[1, 2]]))
         tensor([0.6931])
     """
     return F.softplus((F.cosine_similarity(features, far) - F.cosine_similarity(features, near)) / temperature)
