@@ -16,7 +16,7 @@ from lightning_fcl.methods.client import Client
 
 @dataclass(eq=False)
 class FedNova(MovesServer):
-    """Every round: clients send their mean step, so that many steps are no more votes (Wang et al. 2020, section 5).
+    """Every round: clients send their mean step, so many steps are no more votes (Wang et al. 2020, arXiv 2007.07481).
 
     A client uploads ``x + (y - x) / tau_k``, x being what it has received, y what its training has left, and tau_k the
     `gradient_weight` of its steps. The server goes ``tau`` times as far as their mean, where ``tau`` is the mean of

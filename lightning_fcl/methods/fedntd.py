@@ -18,7 +18,7 @@ from lightning_fcl.methods.step import Step
 
 @dataclass(eq=False)
 class FedNTD(Method):
-    """Every step: distils from the server's model the classes that a sample is not of (Lee et al. 2022, section 4).
+    """Every step: distils the classes that a sample is not of from the server (Lee et al. 2022, arXiv 2106.03097).
 
     ``task loss + beta * temperature^2 * KD`` over the logits of all classes but the true one, the teacher being the
     model that the client has received: its data teach it the true class, and make it forget the others. The square is

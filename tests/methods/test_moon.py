@@ -12,7 +12,7 @@ from lightning_fcl.models import MLP
 
 
 def by_formula(features, near, far, temperature):
-    """Equation 3 of the paper, sample by sample."""
+    """The model-contrastive loss of the paper, sample by sample."""
     losses = []
     for z, a, b in zip(features, near, far, strict=True):
         s_near, s_far = (torch.exp((z @ t) / (z.norm() * t.norm()) / temperature) for t in (a, b))
