@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.fedvit import FedViT as FedViT
     from lightning_fcl.methods.fedvit import LowestLoss as LowestLoss
     from lightning_fcl.methods.fedweit import FedWEIT as FedWEIT
+    from lightning_fcl.methods.fot import FOT as FOT
     from lightning_fcl.methods.importance import EWC as EWC
     from lightning_fcl.methods.importance import MAS as MAS
     from lightning_fcl.methods.logit_adjustment import LogitAdjustment as LogitAdjustment

@@ -10,6 +10,7 @@ from lightning_fcl import Classifier
 from lightning_fcl.callbacks import (
     AGEM,
     EWC,
+    FOT,
     GEM,
     MAS,
     ContinualMetrics,
@@ -59,6 +60,7 @@ METHODS = {
     "FedProto": lambda: [FedProto(0.5)],
     "FedProto of some, beside a teacher": lambda: [FedProto(0.5, "head", clients=["0", "3"]), FLwF2T(0.3, 0.3)],
     "iCaRL": lambda: [ICaRL(9)],
+    "FOT": lambda: [FOT(0.8)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

@@ -27,6 +27,7 @@ WRONG = {
         "balanced_epochs": -1,
     },
     "EWC": {"strength": -1, "decay": 1.5},
+    "FOT": {"eps": 0.0},
     "FedKNOW": {"temperature": 0, "tune_epochs": -1, "rho": 2},
     "FedProto": {"predict": "heat"},
     "FedProx": {"mu": -0.1},

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_fcl import FedBuff, FederatedStrategy, Speeds
 from lightning_fcl.callbacks import (
     EWC,
+    FOT,
     GEM,
     ContinualMetrics,
     DERpp,
@@ -89,6 +90,7 @@ METHODS = {
     "logits remembered": lambda: ([DERpp(max_size=10)], {}),
     "prototypes at the server": lambda: ([FedProto()], {}),
     "sums at the server": lambda: ([Fed3R()], {}),
+    "a basis at the server": lambda: ([FOT(eps=0.8)], {}),
     "a proximal term, optimizers kept": lambda: ([FedProx(0.1)], {"keep_optimizer": True, "cohort_size": 1}),
     "medians": lambda: ([], {"reductions": {"*": "median"}}),
     "trimmed means": lambda: ([], {"reductions": {"*": TrimmedMean(0.2)}}),
