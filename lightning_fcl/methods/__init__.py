@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.projection import flatten as flatten
     from lightning_fcl.methods.prototypes import FedProto as FedProto
     from lightning_fcl.methods.prototypes import ICaRL as ICaRL
+    from lightning_fcl.methods.regmean import LoRM as LoRM
+    from lightning_fcl.methods.regmean import RegMean as RegMean
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.step import Step as Step
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning

@@ -13,7 +13,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, share
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, put_weights, weight_matrix
@@ -70,10 +70,10 @@ class FOT(Method):
         if not client.part.last_round:
             return {}
         x, _ = finite_pairs(data)
-        bases = {name: value for name, value in client.shared.items() if name.startswith("basis.")}
-        sent = {name: torch.zeros_like(value) for name, value in client.shared.items() if name not in bases}
-        for name, rows in layer_inputs(client.module, averaged_layers(client.module), own, x):
-            outside = without(rows, bases[f"basis.{name}"])
+        bases = section(client.shared, "basis")
+        sent = {n: torch.zeros_like(value) for n, value in client.shared.items() if not n.startswith("basis.")}
+        for name, rows in layer_inputs(client.module, bases, own, x):
+            outside = without(rows, bases[name])
             omega = 2 * torch.rand(rows.shape, generator=client.generator, dtype=rows.dtype).to(rows.device) - 1
             sent[f"sketch.{name}"] += outside.T @ omega
             sent[f"energy.{name}"] += torch.stack([outside.square().sum(), rows.square().sum()])

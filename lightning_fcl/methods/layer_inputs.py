@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import lightning.pytorch as L
 import torch
@@ -16,26 +16,23 @@ from lightning_fcl.methods.functional import as_input, evaluating
 
 _PIECE = 32  # samples at once: a convolution has a row for each place of an image
 
-Layers = dict[str, nn.Module]
-"""Linear and convolutional layers by the names that they have in a module."""
 
-
-def averaged_layers(module: L.LightningModule) -> Layers:
-    """The layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros.
+def averaged_layers(module: L.LightningModule) -> list[str]:
+    """Names of layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros.
 
     Raises:
         ValueError: If there are none.
     """
     federation = federation_of(module.trainer)
     of = reductions_of(module, federation.strategy.rules if federation is not None else {})
-    chosen = {
-        name: layer
+    chosen = [
+        name
         for name, layer in module.named_modules()
         if (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and _is_plain(layer)))
         and layer.weight.requires_grad
         and f"{name}.weight" in of
         and of[f"{name}.weight"].name == "mean"
-    }
+    ]
     if not chosen:
         raise ValueError(
             f"Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
@@ -64,7 +61,9 @@ def put_weights(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> None:
 
 
 @torch.no_grad()
-def layer_inputs(module: L.LightningModule, layers: Layers, state: State, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def layer_inputs(
+    module: L.LightningModule, names: Iterable[str], state: State, x: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """What layers see of samples, in evaluation mode with a state: name by name and some samples at a time.
 
     Each has the shape (rows, d), in double precision: a row for each sample, or place of a convolution, so that
@@ -72,10 +71,10 @@ def layer_inputs(module: L.LightningModule, layers: Layers, state: State, x: Ten
     """
     seen: list[tuple[str, Tensor]] = []
     handles = [
-        layer.register_forward_pre_hook(
-            lambda hooked, args, name=name: seen.append((name, input_rows(hooked, args[0])))
+        module.get_submodule(name).register_forward_pre_hook(
+            lambda layer, args, name=name: seen.append((name, input_rows(layer, args[0])))
         )
-        for name, layer in layers.items()
+        for name in names
     ]
     known = module.state_dict(keep_vars=True).keys()
     own = {name: value for name, value in state.items() if name in known}
@@ -98,7 +97,7 @@ def input_rows(layer: nn.Module, x: Tensor) -> Tensor:
         >>> input_rows(layer, x).shape
         torch.Size([72, 28])
     """
-    if isinstance(layer, nn.Conv2d):
+    if isinstance(layer, nn.Conv2d) and not isinstance(layer.padding, str):
         x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
     rows = x.flatten(0, -2).double()
     return rows if layer.bias is None else F.pad(rows, (0, 1), value=1.0)

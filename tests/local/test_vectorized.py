@@ -22,6 +22,7 @@ from lightning_fcl.callbacks import (
     ICaRL,
     LwF,
     MeanOutputLoss,
+    RegMean,
     Replay,
 )
 from lightning_fcl.local.own_step import StepTrainer
@@ -61,6 +62,7 @@ METHODS = {
     "FedProto of some, beside a teacher": lambda: [FedProto(0.5, "head", clients=["0", "3"]), FLwF2T(0.3, 0.3)],
     "iCaRL": lambda: [ICaRL(9)],
     "FOT": lambda: [FOT(0.8)],
+    "RegMean": lambda: [RegMean(0.5)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

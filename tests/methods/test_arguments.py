@@ -41,6 +41,7 @@ WRONG = {
     "LogitAdjustment": {"tau": -1},
     "MAS": {"strength": -1, "decay": 1.5},
     "MeanOutputLoss": {"mu": -0.1, "outputs": "softmax", "distance": "cosine", "cross_entropy": "new"},
+    "RegMean": {"alpha": 1.5},
     "Replay": {"max_size": 0.0, "policy": "best", "update": "never"},
 }
 

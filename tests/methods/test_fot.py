@@ -72,9 +72,9 @@ def test_the_basis_is_nearly_the_best_of_its_size_for_all_clients_inputs(fit, ma
         watch, task = Watch(), make(make_task)
         stream = make_stream(experiences=1, partition="dirichlet", seed=seed)
         fit(task, stream, [FOT(eps=0.9), watch])
-        (name, layer), *_ = averaged_layers(task).items()
+        name, *_ = averaged_layers(task)
         every = torch.cat([stream.take(stream.plan.train[0][client])[0] for client in stream.plan.clients])
-        rows, basis = input_rows(layer, every), watch.kept[-1][f"basis.{name}"]
+        rows, basis = input_rows(task.get_submodule(name), every), watch.kept[-1][f"basis.{name}"]
         torch.testing.assert_close(basis.T @ basis, torch.eye(basis.shape[1], dtype=torch.float64))
         values = torch.linalg.svdvals(rows).square() / rows.square().sum()
         outside = float(without(rows, basis).square().sum() / rows.square().sum())
