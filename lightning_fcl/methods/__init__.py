@@ -12,6 +12,7 @@ from lightning_fcl.door import lazy_names
 if TYPE_CHECKING:
     from lightning_fcl.methods.apfl import APFL as APFL
     from lightning_fcl.methods.bcn import BCN as BCN
+    from lightning_fcl.methods.ccvr import CCVR as CCVR
     from lightning_fcl.methods.client import Client as Client
     from lightning_fcl.methods.client import remember as remember
     from lightning_fcl.methods.client import section as section

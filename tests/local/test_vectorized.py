@@ -9,6 +9,7 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import (
     AGEM,
+    CCVR,
     EWC,
     FOT,
     GEM,
@@ -63,6 +64,7 @@ METHODS = {
     "iCaRL": lambda: [ICaRL(9)],
     "FOT": lambda: [FOT(0.8)],
     "RegMean": lambda: [RegMean(0.5)],
+    "CCVR": lambda: [CCVR(samples=20)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

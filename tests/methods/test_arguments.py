@@ -18,6 +18,7 @@ WRONG = {
         "batch_size": 0,
         "max_size": 1.5,
     },
+    "CCVR": {"covariance": "none", "samples": 0, "epochs": 0, "learning_rate": 0.0},
     "DERpp": {"max_size": 0, "alpha": -1.0, "batch_size": 0},
     "DyToxTraining": {
         "max_size": -1,

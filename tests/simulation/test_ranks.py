@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_fcl import FedBuff, FederatedStrategy, Speeds
 from lightning_fcl.callbacks import (
+    CCVR,
     EWC,
     FOT,
     GEM,
@@ -90,6 +91,7 @@ METHODS = {
     "logits remembered": lambda: ([DERpp(max_size=10)], {}),
     "prototypes at the server": lambda: ([FedProto()], {}),
     "sums at the server": lambda: ([Fed3R()], {}),
+    "moments at the server": lambda: ([CCVR(samples=20)], {}),
     "a basis at the server": lambda: ([FOT(eps=0.8)], {}),
     "a proximal term, optimizers kept": lambda: ([FedProx(0.1)], {"keep_optimizer": True, "cohort_size": 1}),
     "medians": lambda: ([], {"reductions": {"*": "median"}}),
