@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.episodic import AGEM as AGEM
     from lightning_fcl.methods.episodic import GEM as GEM
     from lightning_fcl.methods.fed3r import Fed3R as Fed3R
+    from lightning_fcl.methods.fedcbdr import FedCBDR as FedCBDR
     from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
     from lightning_fcl.methods.fedprox import FedProx as FedProx
     from lightning_fcl.methods.fedvit import FedRep as FedRep

@@ -88,7 +88,7 @@ class CCVR(Method):
         features = embeddings(client.module, own, x).double()
         products = torch.zeros_like(client.shared["products"])
         rows, columns = torch.triu_indices(features.shape[1], features.shape[1], device=features.device)
-        for label in y.unique().tolist():
+        for label in torch.unique(y).tolist():
             of = features[(y == label).to(features.device)]
             products[label] = (of.T @ of)[rows, columns] if self.covariance == "full" else of.square().sum(dim=0)
         return {"sums": class_sums(client.module, features, y), "products": products}
@@ -155,4 +155,5 @@ def draw(mean: Tensor, covariance: Tensor, number: int, generator: torch.Generat
     if covariance.dim() == 1:
         return mean + noise * covariance.clamp(min=0).sqrt()
     values, vectors = torch.linalg.eigh(covariance)
-    return mean + noise @ (vectors * values.clamp(min=0).sqrt()).T
+    spread: Tensor = vectors * values.clamp(min=0).sqrt()
+    return mean + noise @ spread.T

@@ -16,6 +16,7 @@ from lightning_fcl.callbacks import (
     MAS,
     ContinualMetrics,
     DERpp,
+    FedCBDR,
     FedProto,
     FedProx,
     FLwF,
@@ -65,6 +66,7 @@ METHODS = {
     "FOT": lambda: [FOT(0.8)],
     "RegMean": lambda: [RegMean(0.5)],
     "CCVR": lambda: [CCVR(samples=20)],
+    "FedCBDR": lambda: [FedCBDR(30)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

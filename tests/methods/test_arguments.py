@@ -29,6 +29,7 @@ WRONG = {
     },
     "EWC": {"strength": -1, "decay": 1.5},
     "FOT": {"eps": 0.0},
+    "FedCBDR": {"max_size": 0},
     "FedKNOW": {"temperature": 0, "tune_epochs": -1, "rho": 2},
     "FedProto": {"predict": "heat"},
     "FedProx": {"mu": -0.1},
