@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import lightning.pytorch as L
 import torch
@@ -20,13 +20,10 @@ from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.fed3r import last_layer
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.method import Method, ended_clients
 from lightning_fcl.methods.prototypes import SumOfSome, class_sums, no_sums
 from lightning_fcl.models.ridge import square
 from lightning_fcl.randomness import seed_of
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 _BATCH = 64  # samples of a step
 
@@ -70,7 +67,6 @@ class CCVR(Method):
     samples: int = argument(256, at_least, 1)
     epochs: int = argument(5, at_least, 1)
     learning_rate: float = argument(0.01, above, 0)
-    _counted: float = field(default=0.0, init=False, repr=False)  # samples in the sums when the round began
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         last_layer(pl_module)
@@ -93,42 +89,29 @@ class CCVR(Method):
             products[label] = (of.T @ of)[rows, columns] if self.covariance == "full" else of.square().sum(dim=0)
         return {"sums": class_sums(client.module, features, y), "products": products}
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
-        self._counted = self._samples(federation) if federation is not None else 0.0
-
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
-        if federation is None or self._samples(federation) == self._counted:
+        federation, number = federation_of(trainer), current_round(trainer)
+        if federation is None or not ended_clients(self, federation, number):
             return
         kept, layer = federation.server.kept_for(self.section), last_layer(pl_module)
-        seed = seed_of(federation.seed, self.section, current_round(trainer))
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed_of(federation.seed, self.section, number))
         known = (kept["sums"][:, 0] > 0).nonzero()[:, 0]
-        drawn = torch.stack(
-            [
-                draw(*gaussian(*of), self.samples, generator)
-                for of in zip(*(v[known].cpu() for v in kept.values()), strict=True)
-            ]
-        )
-        x, y = drawn.flatten(0, 1).to(layer.weight), torch.arange(len(known)).repeat_interleave(self.samples)
+        moments = [gaussian(kept["sums"][label].cpu(), kept["products"][label].cpu()) for label in known]
+        x = torch.cat([draw(*each, self.samples, generator) for each in moments]).to(layer.weight)
+        y = torch.arange(len(known)).repeat_interleave(self.samples).to(x.device)
         weight, bias = (p.detach()[known].clone().requires_grad_() for p in (layer.weight, layer.bias))
+        orders = [torch.randperm(len(y), generator=generator) for _ in range(self.epochs)]
+        batches = [chosen for order in orders for chosen in torch.split(order, _BATCH)]
         optimizer = torch.optim.SGD([weight, bias], lr=self.learning_rate, momentum=0.9)
-        batches = -(-len(y) // _BATCH)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs * batches)
-        for _ in range(self.epochs):
-            for chosen in torch.split(torch.randperm(len(y), generator=generator), _BATCH):
-                with torch.enable_grad():
-                    loss = F.cross_entropy(F.linear(x[chosen], weight, bias), y[chosen].to(x.device))
-                weight.grad, bias.grad = torch.autograd.grad(loss, [weight, bias])
-                optimizer.step()
-                schedule.step()
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+        for chosen in batches:
+            with torch.enable_grad():
+                loss = F.cross_entropy(F.linear(x[chosen], weight, bias), y[chosen])
+            weight.grad, bias.grad = torch.autograd.grad(loss, [weight, bias])
+            optimizer.step()
+            schedule.step()
         with torch.no_grad():
             layer.weight[known], layer.bias[known] = weight, bias
-
-    def _samples(self, federation: Federation) -> float:
-        """How many samples are in the sums."""
-        return float(federation.server.kept_for(self.section)["sums"][:, 0].sum())
 
 
 def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:

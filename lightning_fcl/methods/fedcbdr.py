@@ -19,7 +19,7 @@ from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.method import Method, ended_clients
 from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.randomness import seed_of
 
@@ -80,9 +80,7 @@ class FedCBDR(Method):
         if federation is None or not (gram := federation.server.kept_for(self.section)["gram"]).any():
             return
         server, rank = federation.server, int(torch.linalg.matrix_rank(gram, hermitian=True))
-        for part in federation.client_rounds(number):
-            if not (part.last_round and part.client in server.record.trained and self.applies_to(part)):
-                continue
+        for part in ended_clients(self, federation, number):
             server.record.download(part.client, gram.nbytes)
             if not federation.hosts(part.client):
                 continue
@@ -109,5 +107,5 @@ def leverage(features: Tensor, gram: Tensor) -> Tensor:
         >>> leverage(x, x.T @ x)
         tensor([0.5000, 0.5000, 1.0000], dtype=torch.float64)
     """
-    wide = features.double()
-    return ((wide @ torch.linalg.pinv(gram.double(), hermitian=True)) * wide).sum(dim=1)
+    wide, inverse = features.double(), torch.linalg.pinv(gram.double(), hermitian=True)
+    return torch.einsum("nd,de,ne->n", wide, inverse, wide)

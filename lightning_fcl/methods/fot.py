@@ -100,12 +100,7 @@ class FOT(Method):
 
 
 def without(rows: Tensor, basis: Tensor) -> Tensor:
-    """What of vectors, shape (n, d), lies outside of the span of an orthonormal basis, shape (d, r).
-
-    Example:
-        >>> without(torch.tensor([[3.0, 4.0]]), basis=torch.tensor([[1.0], [0.0]]))
-        tensor([[0., 4.]])
-    """
+    """What of vectors, shape (n, d), lies outside of the span of an orthonormal basis, shape (d, r)."""
     return rows - (rows @ basis) @ basis.T
 
 

@@ -25,24 +25,23 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
     """
     federation = federation_of(module.trainer)
     of = reductions_of(module, federation.strategy.rules if federation is not None else {})
-    chosen = [
+    places = [
         name
         for name, layer in module.named_modules()
-        if (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and _is_plain(layer)))
-        and layer.weight.requires_grad
-        and f"{name}.weight" in of
-        and of[f"{name}.weight"].name == "mean"
+        if isinstance(layer, nn.Linear)
+        or (
+            (isinstance(layer, nn.Conv2d) and (layer.groups, layer.padding_mode) == (1, "zeros"))
+            and not isinstance(layer.padding, str)
+        )
     ]
+    learning = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    chosen = [name for name in places if f"{name}.weight" in learning and of[f"{name}.weight"].name == "mean"]
     if not chosen:
         raise ValueError(
             f"Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
             f"`{type(module).__name__}` has none. Use one that has, or another method."
         )
     return chosen
-
-
-def _is_plain(layer: nn.Conv2d) -> bool:
-    return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 def weight_matrix(state: Mapping[str, Tensor], name: str) -> Tensor:
@@ -90,13 +89,7 @@ def layer_inputs(
 
 
 def input_rows(layer: nn.Module, x: Tensor) -> Tensor:
-    """A layer's input as rows. See `layer_inputs`.
-
-    Example:
-        >>> x, layer = torch.ones(2, 3, 8, 8), nn.Conv2d(3, 5, kernel_size=3)
-        >>> input_rows(layer, x).shape
-        torch.Size([72, 28])
-    """
+    """A layer's input as rows. See `layer_inputs`."""
     if isinstance(layer, nn.Conv2d) and not isinstance(layer.padding, str):
         x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
     rows = x.flatten(0, -2).double()

@@ -72,9 +72,7 @@ class RegMean(Method):
         for name in learnt:
             gram = sent[f"gram.{name}"]
             if self.alpha:
-                gram.copy_(
-                    torch.where(torch.eye(len(gram), dtype=torch.bool, device=gram.device), gram, self.alpha * gram)
-                )
+                gram.lerp_(gram.diagonal().diag(), 1 - self.alpha)
             sent[f"answers.{name}"] = answers(weights[name], gram)
         return sent
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from lightning_fcl.errors import above, at_least
+from lightning_fcl.errors import above, at_least, listed
 from lightning_fcl.models.described import Described
 from lightning_fcl.models.readout import EmbedsSamples
 
@@ -26,12 +26,12 @@ class LoRA(Described):
         net: A network; its layers are replaced in place.
         rank: Rank of the additions, at least 1.
         alpha: Scale of the additions, above 0.
-        layers: Shell-style pattern of the linear layers that get one, by their names in ``net``.
-        head: Shell-style pattern of the parameters of ``net`` that learn as they are; its layers get no addition.
+        head: Shell-style pattern of the parameters that learn as they are, by their names in ``net``; all other linear
+            layers get an addition.
         train_a: Whether A learns, too.
 
     Raises:
-        ValueError: If a number is out of range, or a pattern matches nothing.
+        ValueError: If a number is out of range, or ``head`` matches nothing, or all linear layers.
 
     Example:
         >>> from lightning_fcl.models import MLP
@@ -45,7 +45,6 @@ class LoRA(Described):
         net: nn.Module,
         rank: int = 8,
         alpha: float = 1.0,
-        layers: str = "*",
         head: str = "head.*",
         train_a: bool = True,
     ) -> None:
@@ -57,18 +56,13 @@ class LoRA(Described):
         chosen = [
             (name, layer)
             for name, layer in net.named_modules()
-            if type(layer) is nn.Linear and fnmatchcase(name, layers) and not fnmatchcase(f"{name}.weight", head)
+            if type(layer) is nn.Linear and not fnmatchcase(f"{name}.weight", head)
         ]
-        for argument, pattern, found in (
-            ("layers", layers, bool(chosen)),
-            ("head", head, any(p.requires_grad for p in net.parameters())),
-        ):
-            if not found:
-                names = ", ".join(name for name, _ in net.named_parameters())
-                raise ValueError(
-                    f"Expected `{argument}` to match some of the network but `{pattern}` matches none of {names}. "
-                    "Change it."
-                )
+        if not chosen or not any(p.requires_grad for p in net.parameters()):
+            raise ValueError(
+                f"Expected `head` to match some of the network's layers but got {head} for "
+                f"{listed(name for name, _ in net.named_parameters())}. Change it."
+            )
         for name, layer in chosen:
             net.set_submodule(name, _Adapted(layer, rank, alpha / rank, train_a))
         self.net = net
