@@ -34,7 +34,7 @@ class CCVR(Method):
 
     In the last round of an experience a client sends, for each class of its samples, their number, the sum of their
     features by its own model, and that of the features' products. The server adds them up over clients, which gives the
-    exact mean and covariance of all clients' features of a class (CCVR, equation 3), and over experiences, as HGP keeps
+    exact mean and covariance of all clients' features of a class (CCVR), and over experiences, as HGP keeps
     the Gaussians of all tasks. Then it draws ``samples`` features of each class from its Gaussian and trains the
     module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. Where features stay, of a frozen body,
     the moments are those of all samples so far; elsewhere those of earlier experiences are of earlier features.
