@@ -120,10 +120,6 @@ def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         sums: Their number, and the sum of their features, shape (1 + d,).
         products: The sum of their features' products, the upper triangle, or of their squares, shape (d,).
-
-    Example:
-        >>> gaussian(torch.tensor([2.0, 4.0]), products=torch.tensor([10.0]))
-        (tensor([2.]), tensor([2.]))
     """
     count, total = sums[0], sums[1:]
     mean, size = total / count, len(total)

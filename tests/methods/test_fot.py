@@ -6,6 +6,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl.callbacks import FOT
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.fot import enlarged, without
 from lightning_fcl.methods.layer_inputs import averaged_layers, input_rows, layer_inputs, put_weights, weight_matrix
 from lightning_fcl.models import MLP
@@ -98,6 +100,23 @@ def test_directions_of_low_rank_are_found_exactly():
         assert basis.shape == (20, 5) and torch.equal(basis[:, :2], old)
         torch.testing.assert_close(without(new.T, basis), torch.zeros(3, 20, dtype=torch.float64), rtol=0, atol=1e-9)
         assert enlarged(basis, sketch * 0, energy * torch.tensor([0.0, 1.0]), eps=0.9) is basis
+
+
+def test_a_client_sends_nothing_of_what_the_basis_holds(make_task):
+    task, generator = make(make_task), torch.Generator().manual_seed(0)
+    x, name = torch.randn(40, 6, generator=generator), "model.1"
+    basis = torch.linalg.qr(torch.randn(7, 3, generator=generator).double())[0]
+    server = {"basis": basis, "sketch": torch.zeros(7, 7).double(), "energy": torch.zeros(2).double()}
+    client = Client(
+        {}, {f"FOT.{part}.{name}": v for part, v in server.items()}, ClientRound("a", 0), task, section="FOT"
+    )
+    sent = FOT().contribute(client, task.state_dict(), (x, torch.zeros(40).long()))
+    rows = input_rows(task.get_submodule(name), x)
+    outside = rows - rows @ basis @ basis.T
+    sketch = sent[f"sketch.{name}"]
+    assert (basis.T @ sketch).abs().max() < 1e-10 < 1e-2 < sketch.abs().max()
+    wanted = torch.stack([outside.square().sum(), rows.square().sum()])
+    torch.testing.assert_close(sent[f"energy.{name}"], wanted)
 
 
 @pytest.mark.parametrize(
