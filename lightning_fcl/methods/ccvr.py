@@ -49,8 +49,7 @@ class CCVR(Method):
         learning_rate: At the start of each calibration, above 0.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, or the module has no last layer on
-            features that it tells.
+        ValueError: If an argument is out of range, the Trainer is no federation's, or the module tells no features.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -90,11 +89,11 @@ class CCVR(Method):
         return {"sums": class_sums(client.module, features, y), "products": products}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation, number = federation_of(trainer), current_round(trainer)
-        if federation is None or not ended_clients(self, federation, number):
+        federation = federation_of(trainer)
+        if federation is None or not ended_clients(self, trainer):
             return
         kept, layer = federation.server.kept_for(self.section), last_layer(pl_module)
-        generator = torch.Generator().manual_seed(seed_of(federation.seed, self.section, number))
+        generator = torch.Generator().manual_seed(seed_of(federation.seed, self.section, current_round(trainer)))
         known = (kept["sums"][:, 0] > 0).nonzero()[:, 0]
         moments = [gaussian(kept["sums"][label].cpu(), kept["products"][label].cpu()) for label in known]
         x = torch.cat([draw(*each, self.samples, generator) for each in moments]).to(layer.weight)
@@ -115,11 +114,9 @@ class CCVR(Method):
 
 
 def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean, shape (d,), and the covariance, shape (d, d), or (d,) of the diagonal alone, of the samples of a class.
+    """The mean, shape (d,), and the covariance, shape (d, d), or its diagonal, shape (d,), of the samples of a class.
 
-    Args:
-        sums: Their number, and the sum of their features, shape (1 + d,).
-        products: The sum of their features' products, the upper triangle, or of their squares, shape (d,).
+    Of their number and the sum of their features, shape (1 + d,), and that of the packed products, or of the squares.
     """
     count, total = sums[0], sums[1:]
     mean, size = total / count, len(total)

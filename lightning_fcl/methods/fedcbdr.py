@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import current_round
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
@@ -42,7 +41,6 @@ class FedCBDR(Method):
 
     Raises:
         ValueError: If ``max_size`` is out of range, the Trainer is no federation's, or the module tells no features.
-        TypeError: If the samples are no pairs.
 
     Example:
         >>> FedCBDR(max_size=100).max_size
@@ -76,11 +74,11 @@ class FedCBDR(Method):
         return client.memory | remember({"x": x, "y": y, "features": embeddings(client.module, own, x)}, "new")
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation, number = federation_of(trainer), current_round(trainer)
+        federation = federation_of(trainer)
         if federation is None or not (gram := federation.server.kept_for(self.section)["gram"]).any():
             return
         server, rank = federation.server, int(torch.linalg.matrix_rank(gram, hermitian=True))
-        for part in ended_clients(self, federation, number):
+        for part in ended_clients(self, trainer):
             server.record.download(part.client, gram.nbytes)
             if not federation.hosts(part.client):
                 continue
@@ -88,7 +86,7 @@ class FedCBDR(Method):
             new = section(memory, "new")
             scores = leverage(new.pop("features"), gram).cpu()
             size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
-            generator = torch.Generator().manual_seed(seed_of(federation.seed, part.client, number, self.section))
+            generator = torch.Generator().manual_seed(seed_of(federation.seed, part.client, part.round, self.section))
             chosen = scores.clamp(min=1e-9).multinomial(size, generator=generator) if size else scores[:0].long()
             kept = {n: torch.cat([memory.get(n, value[:0]), value[chosen]]) for n, value in new.items()}
             server.store.remember(part.client, self.section, kept)
@@ -96,11 +94,9 @@ class FedCBDR(Method):
 
 
 def leverage(features: Tensor, gram: Tensor) -> Tensor:
-    """The leverage scores ``x^T G^+ x`` of some samples, shape (n,), in double precision.
+    """The leverage ``x^T G^+ x`` of samples by their features x, shape (n, d), and ``G = X^T X`` of all samples' X.
 
-    Args:
-        features: Their features x, shape (n, d).
-        gram: ``X^T X`` of the features of all samples, these among them: the scores of all add up to its rank.
+    The scores, shape (n,), of all samples add up to the rank of G.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 5.0]])

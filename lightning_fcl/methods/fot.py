@@ -105,13 +105,9 @@ def without(rows: Tensor, basis: Tensor) -> Tensor:
 
 
 def enlarged(basis: Tensor, sketch: Tensor, energy: Tensor, eps: float) -> Tensor:
-    """A basis, shape (d, r), and the fewest directions of a sketch that hold the share ``eps`` of the energy with it.
+    """A basis, shape (d, r), and the fewest directions of a sketch, shape (d, sums), that hold a share of the energy.
 
-    Args:
-        basis: Orthonormal columns.
-        sketch: Random sums of vectors, of what lies outside of it, shape (d, sums).
-        energy: The squared norms of what lies outside, and of the vectors themselves, shape (2,).
-        eps: The share.
+    ``energy`` has the squared norms of what lies outside of the basis, and of the vectors themselves, shape (2,).
 
     Example:
         >>> sketch = torch.diag(torch.tensor([3.0, 1.0, 0.1]))

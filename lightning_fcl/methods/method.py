@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -11,14 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.driver import MethodDriver
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 class Method(Declaration, Callback):
@@ -77,11 +74,12 @@ def driver_of(trainer: L.Trainer) -> MethodDriver:
     return driver
 
 
-def ended_clients(method: Declaration, federation: Federation, round: int) -> list[ClientRound]:
-    """Those that use a method, whose experience has ended with a round, and whose upload of it was taken."""
-    taken = federation.server.record.trained
-    parts = federation.client_rounds(round)
-    return [part for part in parts if part.last_round and part.client in taken and method.applies_to(part)]
+def ended_clients(method: Declaration, trainer: L.Trainer) -> list[ClientRound]:
+    """Those that use a method, whose experience has ended with the round, and whose upload was taken."""
+    if (federation := federation_of(trainer)) is None:
+        return []
+    parts = [part for part in federation.client_rounds(current_round(trainer)) if part.last_round]
+    return [part for part in parts if part.client in federation.server.record.trained and method.applies_to(part)]
 
 
 def with_classes(seen: Tensor, labels: Tensor) -> Tensor:

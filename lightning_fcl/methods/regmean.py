@@ -113,12 +113,9 @@ def answers(weight: Tensor, gram: Tensor) -> Tensor:
 
 
 def regmean(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
-    """The layer that answers as the clients' do: ``(sum W G) (sum G)^+``, and their mean where there is no input.
+    """The layer, shape (outputs, d), that answers as the clients' do, and is their mean where there is no input.
 
-    Args:
-        mean: The mean of the clients' layers, shape (outputs, d).
-        weighted: The sum of their `answers`, shape (outputs, d).
-        gram: The sum of their Gram matrices, shape (d, d), or of the diagonals, shape (d,).
+    ``(sum W G) (sum G)^+``, from the sums of their `answers` and of their Gram matrices, or of the diagonals.
 
     Example:
         >>> one, other = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 6.0]])

@@ -15,8 +15,7 @@ class LoRA(Described):
     """Low-rank adaptation: linear layers ``W x + alpha / rank * B A x`` on frozen W (Hu et al. 2022).
 
     A, ``a.weight`` of shape (rank, inputs), begins at random, B, ``b.weight`` of shape (outputs, rank), at zero, so
-    that the network is what it was. They and what ``head`` matches learn; all else of it is frozen. Layers that an
-    `nn.MultiheadAttention` calls by their weights alone stay as they are.
+    that the network is what it was. They and what ``head`` matches learn; all else of it is frozen.
 
     A mean of clients' A and B is no mean of their products. With ``train_a=False`` it is: A is the same for all, and
     only B and the head are averaged, which is FFA-LoRA (Sun et al. 2024). Declare
@@ -26,8 +25,7 @@ class LoRA(Described):
         net: A network; its layers are replaced in place.
         rank: Rank of the additions, at least 1.
         alpha: Scale of the additions, above 0.
-        head: Shell-style pattern of the parameters that learn as they are, by their names in ``net``; all other linear
-            layers get an addition.
+        head: Shell-style pattern of the parameters that learn as they are; all other `nn.Linear` get an addition.
         train_a: Whether A learns, too.
 
     Raises:

@@ -95,6 +95,7 @@ def test_side_by_side_is_one_at_a_time(fit, make_stream, make_task):
         torch.testing.assert_close(tasks[1].state_dict()[name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.seconds
 def test_layers_of_a_vision_transformer():
     net = ViT(num_classes=4, image_size=32, width=24, depth=1, heads=2)
     x = torch.randn(2, 3, 32, 32)
