@@ -18,11 +18,7 @@ _PIECE = 32  # samples at once: a convolution has a row for each place of an ima
 
 
 def averaged_layers(module: L.LightningModule) -> list[str]:
-    """Names of layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """Names of layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros."""
     federation = federation_of(module.trainer)
     of = reductions_of(module, federation.strategy.rules if federation is not None else {})
     places = [
