@@ -12,6 +12,7 @@ from lightning_fcl.door import lazy_names
 if TYPE_CHECKING:
     from lightning_fcl.methods.apfl import APFL as APFL
     from lightning_fcl.methods.bcn import BCN as BCN
+    from lightning_fcl.methods.ccvr import CCVR as CCVR
     from lightning_fcl.methods.client import Client as Client
     from lightning_fcl.methods.client import remember as remember
     from lightning_fcl.methods.client import section as section
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.episodic import AGEM as AGEM
     from lightning_fcl.methods.episodic import GEM as GEM
     from lightning_fcl.methods.fed3r import Fed3R as Fed3R
+    from lightning_fcl.methods.fedcbdr import FedCBDR as FedCBDR
     from lightning_fcl.methods.feddyn import FedDyn as FedDyn
     from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
     from lightning_fcl.methods.fednova import FedNova as FedNova
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.fedvit import FedViT as FedViT
     from lightning_fcl.methods.fedvit import LowestLoss as LowestLoss
     from lightning_fcl.methods.fedweit import FedWEIT as FedWEIT
+    from lightning_fcl.methods.fot import FOT as FOT
     from lightning_fcl.methods.importance import EWC as EWC
     from lightning_fcl.methods.importance import MAS as MAS
     from lightning_fcl.methods.logit_adjustment import LogitAdjustment as LogitAdjustment
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.projection import flatten as flatten
     from lightning_fcl.methods.prototypes import FedProto as FedProto
     from lightning_fcl.methods.prototypes import ICaRL as ICaRL
+    from lightning_fcl.methods.regmean import LoRM as LoRM
+    from lightning_fcl.methods.regmean import RegMean as RegMean
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.scaffold import SCAFFOLD as SCAFFOLD
     from lightning_fcl.methods.si import SI as SI

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_fcl.models.dytox import DyTox as DyTox
     from lightning_fcl.models.esn import EchoStateNetwork as EchoStateNetwork
     from lightning_fcl.models.har_cnn import HARCNN as HARCNN
+    from lightning_fcl.models.lora import LoRA as LoRA
     from lightning_fcl.models.lvt import LVT as LVT
     from lightning_fcl.models.lvt import LVTBody as LVTBody
     from lightning_fcl.models.mlp import MLP as MLP

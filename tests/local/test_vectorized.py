@@ -9,13 +9,16 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import (
     AGEM,
+    CCVR,
     EWC,
+    FOT,
     GEM,
     MAS,
     MOON,
     SCAFFOLD,
     ContinualMetrics,
     DERpp,
+    FedCBDR,
     FedDyn,
     FedNova,
     FedNTD,
@@ -26,6 +29,7 @@ from lightning_fcl.callbacks import (
     ICaRL,
     LwF,
     MeanOutputLoss,
+    RegMean,
     Replay,
 )
 from lightning_fcl.local.own_step import StepTrainer
@@ -69,6 +73,10 @@ METHODS = {
     "SCAFFOLD": lambda: [SCAFFOLD()],
     "FedDyn": lambda: [FedDyn(0.1)],
     "FedNova": lambda: [FedNova()],
+    "FOT": lambda: [FOT(0.8)],
+    "RegMean": lambda: [RegMean(0.5)],
+    "CCVR": lambda: [CCVR(samples=20)],
+    "FedCBDR": lambda: [FedCBDR(30)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

@@ -18,6 +18,7 @@ WRONG = {
         "batch_size": 0,
         "max_size": 1.5,
     },
+    "CCVR": {"covariance": "none", "samples": 0, "epochs": 0, "learning_rate": 0.0},
     "DERpp": {"max_size": 0, "alpha": -1.0, "batch_size": 0},
     "DyToxTraining": {
         "max_size": -1,
@@ -29,6 +30,8 @@ WRONG = {
     "Ditto": {"strength": -0.1},
     "EWC": {"strength": -1, "decay": 1.5},
     "FedDyn": {"alpha": -0.1},
+    "FOT": {"eps": 0.0},
+    "FedCBDR": {"max_size": 0},
     "FedKNOW": {"temperature": 0, "tune_epochs": -1, "rho": 2},
     "FedNTD": {"beta": -1.0, "temperature": 0.0},
     "FedProto": {"predict": "heat"},
@@ -44,6 +47,7 @@ WRONG = {
     "MAS": {"strength": -1, "decay": 1.5},
     "MOON": {"mu": -1.0, "temperature": 0.0},
     "MeanOutputLoss": {"mu": -0.1, "outputs": "softmax", "distance": "cosine", "cross_entropy": "new"},
+    "RegMean": {"alpha": 1.5},
     "Replay": {"max_size": 0.0, "policy": "best", "update": "never"},
     "SI": {"strength": -1, "decay": 1.5, "damping": 0.0},
 }

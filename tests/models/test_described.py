@@ -29,6 +29,7 @@ NEEDED = {
         "heads": 2,
         "mlp_ratio": 2.0,
     },
+    "LoRA": {"net": MLP([4, 3, 2]), "rank": 2, "head": "3.*"},
     "MLP": {"sizes": [4, 3, 2]},
     "ReservoirReadout": {"reservoir": EchoStateNetwork(3, units=7), "outputs": 2},
     "RidgeReadout": {"in_features": 3, "out_features": 2},

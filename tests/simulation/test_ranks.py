@@ -12,12 +12,15 @@ from torch import nn
 
 from lightning_fcl import FedBuff, FederatedStrategy, Speeds
 from lightning_fcl.callbacks import (
+    CCVR,
     EWC,
+    FOT,
     GEM,
     SCAFFOLD,
     ContinualMetrics,
     DERpp,
     Fed3R,
+    FedCBDR,
     FedDyn,
     FedNova,
     FedProto,
@@ -95,6 +98,9 @@ METHODS = {
     "ways": lambda: ([FedDyn(0.1)], {"client_weights": "uniform", "participation": 0.5, "cohort_size": 1}),
     "mean steps": lambda: ([FedNova()], {}),
     "sums at the server": lambda: ([Fed3R()], {}),
+    "moments at the server": lambda: ([CCVR(samples=20)], {}),
+    "samples chosen by leverage": lambda: ([FedCBDR(30)], {}),
+    "a basis at the server": lambda: ([FOT(eps=0.8)], {}),
     "a proximal term, optimizers kept": lambda: ([FedProx(0.1)], {"keep_optimizer": True, "cohort_size": 1}),
     "medians": lambda: ([], {"reductions": {"*": "median"}}),
     "trimmed means": lambda: ([], {"reductions": {"*": TrimmedMean(0.2)}}),
@@ -123,7 +129,7 @@ def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_st
         stream = make_stream(partition="dirichlet", clients=6, experiences=2, rounds_per_experience=2)
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(0.3), nn.Linear(5, 4))
-        task = make_task(model=MLP([6, 5, 4]) if "at the server" in name else network)
+        task = make_task(model=MLP([6, 5, 4]) if "at the server" in name or "leverage" in name else network)
         side_by_side = all(method.vectorizable for method in callbacks)
         options.setdefault("cohort_size", 2 if side_by_side else 1)
         results.append(ranks(number, task, stream, callbacks, **options)[:3])

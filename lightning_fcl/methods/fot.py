@@ -1,0 +1,126 @@
+"""FOT: the server takes out of each update what would move a layer's output for inputs of earlier tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import argument, share
+from lightning_fcl.federation.aggregation import Rules, State, entries
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client, section
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.episodic import finite_pairs
+from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, put_weights, weight_matrix
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.prototypes import SumOfSome
+
+
+@dataclass(eq=False)
+class FOT(Method):
+    """Every round: the server projects the averaged update out of what earlier tasks have taught (Bakman et al. 2024).
+
+    Of each linear and convolutional layer that learns and is averaged the server keeps an orthonormal basis U of what
+    it sees, and after a round in which the weights have gone from W to W' they become ``W + (W' - W) (I - U U^T)``:
+    for inputs in the span of U the layer's output does not move. A bias is the weight of one more input, which is
+    always 1. What is neither, such as batch normalisation, is averaged as ever. In the first task U is empty.
+
+    In the last round of an experience a client sends, for each layer, ``X~^T Omega`` and the squares of ``||X~||`` and
+    ``||X||``: X are the layer's inputs for its samples, X~ what of them lies outside of the span of U, which it has
+    received, Omega numbers that it draws, uniform in [-1, 1]. The server adds them up, which is the same sketch of all
+    clients' inputs together, takes the fewest leading directions (left singular vectors) that leave at most the share
+    ``1 - eps`` of the energy outside, and adds them to U. A sketch flatters its leading directions: of the inputs
+    themselves U holds somewhat less than ``eps``.
+
+    The authors have clients send this after the experience, of the final model; here it goes with the last upload, of
+    the client's own model, and clients that are not drawn for that round send none.
+
+    Args:
+        eps: Share of the energy of a layer's inputs that U is to hold after each task, above 0 and at most 1.
+
+    Raises:
+        ValueError: If ``eps`` is out of range, the Trainer is no federation's, or no layer is averaged.
+
+    Example:
+        >>> FOT(eps=0.9).eps
+        0.9
+    """
+
+    needs: ClassVar[Needs] = Needs(samples=True, federation="no server brings updates together. Use the strategy")
+    reductions: ClassVar[Rules] = {"basis.*": "download", "sketch.*": SumOfSome(), "energy.*": SumOfSome()}
+
+    eps: float = argument(0.95, share)
+    _begun: State = field(default_factory=dict, init=False, repr=False)  # the weights, when the round began
+
+    def server_state(self, module: L.LightningModule) -> State:
+        state: State = {}
+        for name in averaged_layers(module):
+            size = weight_matrix(entries(module), name)
+            state[f"basis.{name}"] = size.new_zeros(size.shape[1], 0)
+            state[f"sketch.{name}"] = size.new_zeros(size.shape[1], size.shape[1])
+            state[f"energy.{name}"] = size.new_zeros(2)  # of X~, and of X
+        return state
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        if not client.part.last_round:
+            return {}
+        x, _ = finite_pairs(data)
+        bases = section(client.shared, "basis")
+        sent = {n: torch.zeros_like(value) for n, value in client.shared.items() if not n.startswith("basis.")}
+        for name, rows in layer_inputs(client.module, bases, own, x):
+            outside = without(rows, bases[name])
+            omega = 2 * torch.rand(rows.shape, generator=client.generator, dtype=rows.dtype).to(rows.device) - 1
+            sent[f"sketch.{name}"] += outside.T @ omega
+            sent[f"energy.{name}"] += torch.stack([outside.square().sum(), rows.square().sum()])
+        return sent
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if federation_of(trainer) is not None:
+            state = entries(pl_module)
+            self._begun = {name: weight_matrix(state, name) for name in averaged_layers(pl_module)}
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation = federation_of(trainer)
+        if federation is None:
+            return
+        state, kept, new = entries(pl_module), federation.server.kept_for(self.section), {}
+        for name, begun in self._begun.items():
+            basis, energy = kept[f"basis.{name}"], kept[f"energy.{name}"]
+            if basis.shape[1]:
+                put_weights(state, name, begun + without(weight_matrix(state, name) - begun, basis))
+            if energy.any():
+                new[f"basis.{name}"] = enlarged(basis, kept[f"sketch.{name}"], energy, self.eps)
+                new |= {part: torch.zeros_like(kept[part]) for part in (f"sketch.{name}", f"energy.{name}")}
+        federation.server.extra.update({f"{self.section}.{name}": value for name, value in new.items()})
+
+
+def without(rows: Tensor, basis: Tensor) -> Tensor:
+    """What of vectors, shape (n, d), lies outside of the span of an orthonormal basis, shape (d, r)."""
+    return rows - (rows @ basis) @ basis.T
+
+
+def enlarged(basis: Tensor, sketch: Tensor, energy: Tensor, eps: float) -> Tensor:
+    """A basis, shape (d, r), and the fewest directions of a sketch, shape (d, sums), that hold a share of the energy.
+
+    ``energy`` has the squared norms of what lies outside of the basis, and of the vectors themselves, shape (2,).
+
+    Example:
+        >>> sketch = torch.diag(torch.tensor([3.0, 1.0, 0.1]))
+        >>> enlarged(torch.zeros(3, 0), sketch, torch.tensor([10.01, 10.01]), eps=0.95).abs()
+        tensor([[1., 0.],
+                [0., 1.],
+                [0., 0.]])
+    """
+    ratio = float(energy[0] / energy[1])
+    if ratio <= 1 - eps:
+        return basis
+    left, values, _ = torch.linalg.svd(without(sketch.T, basis).T, full_matrices=False)
+    held = values.square().cumsum(dim=0) / values.square().sum()
+    count = min(int((held < (ratio - (1 - eps)) / ratio).sum()) + 1, len(basis) - basis.shape[1])
+    new, _ = torch.linalg.qr(without(left[:, :count].T, basis).T)
+    return torch.cat([basis, new], dim=1)

@@ -1,0 +1,92 @@
+"""What the layers of a network see of samples, as rows of a matrix, and their weights as the matrix that these meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_fcl.federation.aggregation import State, reductions_of
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.functional import as_input, evaluating
+
+_PIECE = 32  # samples at once: a convolution has a row for each place of an image
+
+
+def averaged_layers(module: L.LightningModule) -> list[str]:
+    """Names of layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros."""
+    federation = federation_of(module.trainer)
+    of = reductions_of(module, federation.strategy.rules if federation is not None else {})
+    places = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+        or (
+            (isinstance(layer, nn.Conv2d) and (layer.groups, layer.padding_mode) == (1, "zeros"))
+            and not isinstance(layer.padding, str)
+        )
+    ]
+    learning = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    chosen = [name for name in places if f"{name}.weight" in learning and of[f"{name}.weight"].name == "mean"]
+    if not chosen:
+        raise ValueError(
+            f"Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
+            f"`{type(module).__name__}` has none. Use one that has, or another method."
+        )
+    return chosen
+
+
+def weight_matrix(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """A layer's weights, shape (outputs, d), in double precision, with the biases, if any, as the last column."""
+    weight, bias = state[f"{name}.weight"].detach().double().flatten(1), state.get(f"{name}.bias")
+    return weight if bias is None else torch.cat([weight, bias.detach().double()[:, None]], dim=1)
+
+
+def put_weights(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> None:
+    """Write a `weight_matrix` into the tensors of a state."""
+    weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
+    with torch.no_grad():
+        weight.copy_(matrix[:, : weight[0].numel()].view_as(weight))
+        if bias is not None:
+            bias.copy_(matrix[:, -1])
+
+
+@torch.no_grad()
+def layer_inputs(
+    module: L.LightningModule, names: Iterable[str], state: State, x: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """What layers see of samples, in evaluation mode with a state: name by name and some samples at a time.
+
+    Each has the shape (rows, d), in double precision: a row for each sample, or place of a convolution, so that
+    ``rows @ weight_matrix.T`` is the layer's output; where there is a bias, the last column is 1.
+    """
+    seen: list[tuple[str, Tensor]] = []
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(
+            lambda layer, args, name=name: seen.append((name, input_rows(layer, args[0])))
+        )
+        for name in names
+    ]
+    known = module.state_dict(keep_vars=True).keys()
+    own = {name: value for name, value in state.items() if name in known}
+    try:
+        with evaluating(module):
+            for piece in torch.split(x, _PIECE):
+                functional_call(module, own, (as_input(module, piece),))
+                yield from seen
+                seen.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def input_rows(layer: nn.Module, x: Tensor) -> Tensor:
+    """A layer's input as rows. See `layer_inputs`."""
+    if isinstance(layer, nn.Conv2d) and not isinstance(layer.padding, str):
+        x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
+    rows = x.flatten(0, -2).double()
+    return rows if layer.bias is None else F.pad(rows, (0, 1), value=1.0)

@@ -1,0 +1,131 @@
+"""RegMean and LoRM: linear layers come together by least squares on what they answer, not by their mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import argument, between
+from lightning_fcl.federation.aggregation import Rules, State, entries
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client, section
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.episodic import finite_pairs
+from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, put_weights, weight_matrix
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.prototypes import SumOfSome
+from lightning_fcl.methods.step import Pattern
+
+_NONE = 1e-10  # of the largest eigenvalue: what is smaller is no direction of the inputs
+
+
+@dataclass(eq=False)
+class RegMean(Method):
+    """Every round: each layer answers as its clients' layers do, in the mean over their inputs (Jin et al. 2023).
+
+    After its training a client also sends, for each linear and convolutional layer that has learnt, ``G_k = X_k^T X_k``
+    of the layer's inputs for its samples, by its own model, and ``W_k G_k``. The server adds them up, and the layer is
+    ``W = (sum_k W_k G_k) (sum_k G_k)^+``, which minimises ``sum_k ||X_k W^T - X_k W_k^T||^2``. A bias is the weight of
+    one more input, which is always 1. In directions that no input has, W is the clients' mean, as FedAvg's is. What is
+    neither layer nor bias is averaged as ever.
+
+    With ``alpha`` below 1 the numbers off the diagonal of G are multiplied by it; of 0 only the diagonal travels, and
+    each weight is a mean of its own.
+
+    Args:
+        alpha: Share of the numbers off the diagonal, 0 to 1.
+
+    Raises:
+        ValueError: If ``alpha`` is out of range, the Trainer is no federation's, or no layer is averaged.
+
+    Example:
+        >>> RegMean(alpha=0.0).alpha
+        0.0
+    """
+
+    needs: ClassVar[Needs] = Needs(samples=True, federation="no server brings layers together. Use the strategy")
+    reductions: ClassVar[Rules] = {"gram.*": SumOfSome(), "answers.*": SumOfSome()}
+
+    alpha: float = argument(1.0, between, 0, 1)
+
+    def server_state(self, module: L.LightningModule) -> State:
+        state: State = {}
+        for name in averaged_layers(module):
+            weight = weight_matrix(entries(module), name)
+            size = weight.shape[1]
+            state[f"gram.{name}"] = weight.new_zeros(size, size) if self.alpha else weight.new_zeros(size)
+            state[f"answers.{name}"] = torch.zeros_like(weight)
+        return state
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        sent = {name: torch.zeros_like(value) for name, value in client.shared.items()}
+        weights = {name: weight_matrix(own, name) for name in section(sent, "gram")}
+        learnt = [name for name, value in weights.items() if not value.equal(weight_matrix(client.server, name))]
+        x, _ = finite_pairs(data)
+        for name, rows in layer_inputs(client.module, learnt, own, x):
+            sent[f"gram.{name}"] += rows.T @ rows if self.alpha else rows.square().sum(dim=0)
+        for name in learnt:
+            gram = sent[f"gram.{name}"]
+            if self.alpha:
+                gram.lerp_(gram.diagonal().diag(), 1 - self.alpha)
+            sent[f"answers.{name}"] = answers(weights[name], gram)
+        return sent
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation = federation_of(trainer)
+        if federation is None:
+            return
+        kept, state = federation.server.kept_for(self.section), entries(pl_module)
+        for name, gram in section(kept, "gram").items():
+            if gram.any():
+                put_weights(state, name, regmean(weight_matrix(state, name), kept[f"answers.{name}"], gram))
+        federation.server.extra.update({f"{self.section}.{n}": torch.zeros_like(value) for n, value in kept.items()})
+
+
+@dataclass(eq=False)
+class LoRM(RegMean):
+    """Every round: `RegMean` of one factor of a `LoRA` network, the other one resting (Salami et al. 2025).
+
+    B learns in the first round and every second one, A being the same for all, and A in those between; the head learns
+    in all. As a factor's inputs are what it sees, ``A x`` for B, its closed form is ``(sum_k B_k A G_k A^T) (A (sum_k
+    G_k) A^T)^+`` for B and that of `RegMean` for A, the authors' two. They take ``alpha=0`` for the body, 0.5 for the
+    head; here it is one for both. Their merging of tasks is not here: a task goes on from the one before.
+
+    Example:
+        >>> LoRM(alpha=0.5).vectorizable
+        False
+    """
+
+    vectorizable: ClassVar[bool] = False
+
+    def trains(self, client: Client) -> Pattern | None:
+        return "!*.a.weight" if client.part.round % 2 == 0 else "!*.b.weight"
+
+
+def answers(weight: Tensor, gram: Tensor) -> Tensor:
+    """``W G`` of a layer, shape (outputs, d), with G as a matrix, shape (d, d), or its diagonal, shape (d,)."""
+    return weight @ gram if gram.dim() == 2 else weight * gram
+
+
+def regmean(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
+    """The layer, shape (outputs, d), that answers as the clients' do, and is their mean where there is no input.
+
+    ``(sum W G) (sum G)^+``, from the sums of their `answers` and of their Gram matrices, or of the diagonals.
+
+    Example:
+        >>> one, other = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 6.0]])
+        >>> gram = torch.tensor([3.0, 0.0]), torch.tensor([1.0, 0.0])
+        >>> regmean((one + other) / 2, answers(one, gram[0]) + answers(other, gram[1]), sum(gram))
+        tensor([[1.5000, 4.0000]])
+    """
+    rest = weighted - answers(mean, gram)
+    if gram.dim() == 2:
+        inverse = torch.linalg.pinv(gram, rtol=_NONE, hermitian=True)
+    else:
+        inverse = torch.where(gram > _NONE * gram.max(), 1 / gram, 0.0)
+    return mean + answers(rest, inverse)

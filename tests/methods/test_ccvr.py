@@ -1,0 +1,118 @@
+"""CCVR: moments that clients add up are those of all samples, and a head learns from what is drawn of them."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.callbacks import CCVR, ContinualMetrics
+from lightning_fcl.methods.ccvr import draw, gaussian
+from lightning_fcl.methods.fed3r import last_layer
+from lightning_fcl.models import MLP
+
+pytestmark = pytest.mark.rounding
+
+
+def still(params):
+    return torch.optim.SGD(params, lr=0.0)
+
+
+def moments_of(trainer, label):
+    kept = trainer.strategy.server.kept_for("CCVR")
+    return gaussian(kept["sums"][label], kept["products"][label])
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+@pytest.mark.parametrize("partition", ["iid", "dirichlet"])
+@pytest.mark.parametrize("cohort_size", [1, 3])
+def test_moments_of_clients_add_up_to_those_of_all(fit, make_stream, make_task, partition, covariance, cohort_size):
+    task, stream = make_task(still), make_stream(partition=partition, rounds_per_experience=2)
+    trainer = fit(task, stream, [CCVR(covariance)], cohort_size=cohort_size)
+    rows = np.concatenate([part for number in (1, 3) for part in stream.plan.train[number].values()])
+    x, y = stream.take(rows)
+    with torch.no_grad():
+        features = task.embed(x).double().numpy()
+    for label in range(4):
+        mean, found = moments_of(trainer, label)
+        wanted = np.cov(features[y.numpy() == label], rowvar=False)
+        wanted = torch.from_numpy(wanted if covariance == "full" else np.diag(wanted).copy())
+        torch.testing.assert_close(mean, torch.from_numpy(features[y.numpy() == label].mean(axis=0)), atol=1e-6, rtol=0)
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+def test_sums_are_the_papers_formula_of_means_and_covariances():
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(size=(n, 3)) + n for n in (2, 5, 9)]
+    n = np.array([len(part) for part in parts])
+    means = np.stack([part.mean(axis=0) for part in parts])
+    mean = (n[:, None] * means).sum(axis=0) / n.sum()
+    within = sum((len(part) - 1) * np.cov(part, rowvar=False) for part in parts)
+    between = sum(k * np.outer(m, m) for k, m in zip(n, means, strict=True)) - n.sum() * np.outer(mean, mean)
+    sums = sum(np.concatenate([[len(part)], part.sum(axis=0)]) for part in parts)
+    products = sum((part.T @ part)[np.triu_indices(3)] for part in parts)
+    found = gaussian(torch.from_numpy(sums), torch.from_numpy(products))
+    torch.testing.assert_close(found[0], torch.from_numpy(mean))
+    torch.testing.assert_close(found[1], torch.from_numpy((within + between) / (n.sum() - 1)))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_drawn_samples_have_the_moments(rank):
+    generator = torch.Generator().manual_seed(0)
+    root, mean = torch.randn(3, rank, generator=generator).double(), torch.tensor([5.0, -3.0, 0.0]).double()
+    covariance = root @ root.T
+    drawn = draw(mean, covariance, 20000, generator)
+    torch.testing.assert_close(drawn.mean(dim=0), mean, atol=0.1, rtol=0)
+    torch.testing.assert_close(torch.cov(drawn.T), covariance, atol=0.2, rtol=0)
+    assert int(torch.linalg.matrix_rank(drawn - mean, rtol=1e-6)) == rank
+    flat = draw(mean, covariance.diagonal(), 20000, generator)
+    torch.testing.assert_close(torch.cov(flat.T), covariance.diagonal().diag(), atol=0.2, rtol=0)
+
+
+def accuracy(task, stream):
+    x, y = stream.take(stream.plan.test)
+    with torch.no_grad():
+        return float((task(x).argmax(dim=1) == y).float().mean())
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_the_head_learns_all_classes_from_moments_alone(fit, make_stream, make_task, covariance):
+    found = []
+    for seed in range(3):
+        task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
+        before = {name: value.clone() for name, value in task.state_dict().items()}
+        fit(task, stream, [CCVR(covariance, learning_rate=0.1, epochs=20)])
+        found.append(accuracy(task, stream))
+        assert all(torch.equal(task.state_dict()[name], value) for name, value in before.items() if "3." not in name)
+    assert sum(found) / 3 > 0.7, found  # chance is 0.25
+
+
+def test_only_an_experiences_last_round_calibrates_and_classes_to_come_stay(fit, make_stream, make_task):
+    heads, metrics = [], ContinualMetrics()
+
+    class Heads(Callback):
+        def on_round_end(self, trainer, pl_module):
+            heads.append(last_layer(pl_module).weight.detach().clone())
+
+    task = make_task(still)
+    begun = last_layer(task).weight.detach().clone()
+    fit(task, make_stream(rounds_per_experience=2), [CCVR(), Heads(), metrics])
+    assert torch.equal(heads[0], begun) and torch.equal(heads[2], heads[1])
+    assert torch.equal(heads[1][2:], begun[2:]) and not torch.equal(heads[1][:2], begun[:2])
+    assert not torch.equal(heads[3][2:], begun[2:])
+    sent = [entry["upload_bytes"]["0"] for entry in metrics.record["rounds"]]
+    assert [sent[1] - sent[0], sent[3] - sent[2]] == [8 * 4 * (6 + 15)] * 2
+
+
+@pytest.mark.seconds
+def test_resumed_is_uninterrupted(assert_resumes, make_task):
+    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: CCVR(samples=20))
+
+
+def test_refused(fit, make_stream, make_task, train, samples):
+    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `CCVR`'):
+        train(make_task(), [CCVR()], samples())
+    without = MLP([6, 5, 4])
+    without[-1] = torch.nn.Linear(5, 4, bias=False)
+    with pytest.raises(ValueError, match=r"Expected a module whose last layer is an `nn\.Linear` with a bias"):
+        fit(make_task(model=without), make_stream(), [CCVR()])

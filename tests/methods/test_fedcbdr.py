@@ -1,0 +1,132 @@
+"""FedCBDR: leverage scores among all clients' samples, and what is kept by them."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, FedCBDR
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.methods.fedcbdr import leverage
+from lightning_fcl.models import MLP
+
+pytestmark = pytest.mark.rounding
+
+
+def still(params):
+    return torch.optim.SGD(params, lr=0.0)
+
+
+def wide(make_task, optimizer=still, seed=0):
+    torch.manual_seed(seed)
+    return make_task(optimizer, MLP([6, 16, 4]))
+
+
+def orthogonal(size, generator):
+    return torch.linalg.qr(torch.randn(size, size, generator=generator).double())[0]
+
+
+@pytest.mark.parametrize("rank", [2, 5])
+def test_scores_of_rotated_clients_are_those_of_the_stack_and_sum_to_the_rank(rank):
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        clients = [torch.randn(n, rank, generator=generator).double() for n in (3, 8, 20)]
+        root = torch.randn(rank, 5, generator=generator).double()
+        clients = [rows @ root for rows in clients]
+        left, values, _ = torch.linalg.svd(torch.cat(clients), full_matrices=False)
+        wanted = left[:, values > 1e-9].square().sum(dim=1)  # the paper's, by the SVD of the stack
+        found = torch.cat([leverage(rows, sum(r.T @ r for r in clients)) for rows in clients])
+        torch.testing.assert_close(found, wanted)
+        assert float(found.sum()) == pytest.approx(rank)
+        q = orthogonal(5, generator)
+        turned = [orthogonal(len(rows), generator) @ rows @ q for rows in clients]
+        gram = sum(rows.T @ rows for rows in turned)
+        torch.testing.assert_close(torch.cat([leverage(rows @ q, gram) for rows in clients]), wanted)
+
+
+class Memories(Callback):
+    """What each client remembers after each round."""
+
+    def __init__(self):
+        self.kept = []
+
+    def on_round_end(self, trainer, pl_module):
+        server = trainer.strategy.server
+        self.kept.append({client: dict(server.store.memory(client, "FedCBDR")) for client in server.store})
+        self.gram = server.kept_for("FedCBDR")["gram"].clone()
+
+
+def test_clients_keep_their_share_of_all_leverage_of_their_own_samples(fit, make_stream, make_task):
+    task, memories = wide(make_task), Memories()
+    stream = make_stream(partition="dirichlet", rounds_per_experience=2)
+    fit(task, stream, [FedCBDR(max_size=30), memories])
+    assert not any("x" in memory for memory in memories.kept[0].values())
+    for number, before in ((1, {}), (3, memories.kept[1])):
+        own = {client: stream.take(rows) for client, rows in stream.plan.train[number].items() if len(rows)}
+        with torch.no_grad():
+            features = {client: task.embed(x).double() for client, (x, _) in own.items()}
+        stack = torch.cat([*features.values()])
+        gram = stack.T @ stack
+        rank = int(torch.linalg.matrix_rank(gram, hermitian=True))
+        total = 0
+        for client, (x, y) in own.items():
+            memory, old = memories.kept[number][client], before.get(client, {})
+            size = len(old.get("y", ()))
+            assert set(memory) == {"x", "y"} and torch.equal(memory["x"][:size], old.get("x", x[:0]))
+            new_x, new_y = memory["x"][size:], memory["y"][size:]
+            share = min(round(30 * float(leverage(features[client], gram).sum()) / rank), len(y))
+            assert len(new_x) == share
+            places = (new_x[:, None] == x).all(dim=2).byte().argmax(dim=1)
+            assert torch.equal(x[places], new_x) and torch.equal(y[places], new_y)
+            assert len({*places.tolist()}) == len(places)
+            total += share
+        assert 25 <= total <= 33
+    assert not memories.gram.any()  # begun anew
+
+
+@pytest.mark.seconds
+def test_what_is_rare_among_all_is_kept_more_often(fit, make_stream, make_task):
+    """A class of a few samples, in directions of its own, has a larger part of the memory than of the data."""
+    ratios = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        y = torch.cat([torch.arange(180) % 3, torch.full((9,), 3)])
+        x = 0.3 * torch.randn(len(y), 6, generator=generator) + 2 * torch.eye(6)[y]
+        stream = FederatedStream.from_arrays(
+            x, y, scenario=ClassIncremental(1), partition=IID(3), batch_size=8, seed=seed
+        )
+        memories = Memories()
+        fit(wide(make_task, seed=seed), stream, [FedCBDR(max_size=30), memories])
+        kept = torch.cat([memory["y"] for memory in memories.kept[-1].values()])
+        data = torch.cat([stream.take(part)[1] for part in stream.plan.train[0].values()])
+        ratios.append(float((kept == 3).float().mean()) / float((data == 3).float().mean()))
+    assert sum(ratios) / len(ratios) > 1.5, ratios
+
+
+def test_remembered_samples_are_trained_on_and_only_sums_travel(fit, make_stream, make_task):
+    counts, metrics = [], ContinualMetrics()
+
+    class Counts(Callback):
+        def on_client_end(self, trainer, pl_module, client_round):
+            counts.append((client_round.round, client_round.rehearsed))
+
+    task = wide(make_task)
+    fit(task, make_stream(rounds_per_experience=2), [FedCBDR(max_size=30), Counts(), metrics], cohort_size=1)
+    assert all(rehearsed == 0 for number, rehearsed in counts if number < 2)
+    assert 25 <= sum(rehearsed for number, rehearsed in counts if number == 2) <= 33
+    rounds = metrics.record["rounds"]
+    for kind in ("upload_bytes", "download_bytes"):
+        first, second = (rounds[number][kind]["0"] for number in (0, 1))
+        assert second - first == 8 * 16 * 16
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted(assert_resumes, make_task, store):
+    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: FedCBDR(20), client_store=store)
+
+
+def test_refused(train, make_task, samples):
+    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `FedCBDR`'):
+        train(make_task(), [FedCBDR()], samples())

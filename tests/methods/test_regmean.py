@@ -1,0 +1,157 @@
+"""RegMean and LoRM: layers that answer as their clients' do."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_fcl.callbacks import ContinualMetrics, LoRM, RegMean
+from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix
+from lightning_fcl.methods.regmean import answers, regmean
+from lightning_fcl.models import MLP, LoRA
+
+pytestmark = pytest.mark.rounding
+
+
+class Uploads(Callback):
+    """Each client's layers after its training, and what they saw; the server's after each round."""
+
+    def __init__(self):
+        self.clients, self.server = [], []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.names = averaged_layers(pl_module)
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        x, _ = trainer.datamodule.client_samples(client_round.client, client_round.round, trainer.strategy.seed)
+        state = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        rows = {name: [] for name in self.names}
+        for name, part in layer_inputs(pl_module, self.names, state, x):
+            rows[name].append(part)
+        own = {name: (torch.cat(rows[name]), weight_matrix(state, name)) for name in self.names}
+        self.clients.append((client_round.round, own))
+
+    def on_round_end(self, trainer, pl_module):
+        self.server.append({name: value.clone() for name, value in pl_module.state_dict().items()})
+
+
+def least_squares(parts):
+    """The layer whose answers are nearest to those of layers, each on its own inputs, in NumPy."""
+    rows = np.concatenate([rows.numpy() for rows, _ in parts])
+    wanted = np.concatenate([(rows @ weight.T).numpy() for rows, weight in parts])
+    return torch.from_numpy(np.linalg.lstsq(rows, wanted, rcond=None)[0].T)
+
+
+def small_cnn():
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(6, 4))
+
+
+def smooth():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+
+
+@pytest.mark.parametrize("network", [smooth, small_cnn])
+@pytest.mark.parametrize("cohort_size", [1, 3])
+def test_layers_are_least_squares_on_all_answers(fit, make_stream, make_task, network, cohort_size):
+    torch.manual_seed(0)
+    task, uploads = make_task(model=network()), Uploads()
+    stream = make_stream(partition="dirichlet", experiences=1, rounds_per_experience=2)
+    fit(task, stream, [RegMean(), uploads], cohort_size=cohort_size, local_epochs=3)
+    for number in (0, 1):
+        for name in uploads.names:
+            parts = [own[name] for at, own in uploads.clients if at == number]
+            found = weight_matrix(uploads.server[number], name)
+            torch.testing.assert_close(found, least_squares(parts), rtol=1e-4, atol=1e-5)
+            plain = sum(len(rows) * weight for rows, weight in parts) / sum(len(rows) for rows, _ in parts)
+            assert (found - plain).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("samples", [240, 8])
+def test_one_client_gets_its_own_weights_back(fit, make_stream, make_task, assert_same, alpha, samples):
+    """Also where it has too few samples for all directions of a layer's inputs."""
+    tasks = [make_task(), make_task()]
+    for task, methods in zip(tasks, ([RegMean(alpha)], []), strict=True):
+        fit(task, make_stream(clients=1, samples=samples, experiences=1, batch_size=2), methods)
+    assert_same(*tasks, 1e-6)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_equal_grams_are_fedavg_and_others_least_squares(diagonal):
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        x = [torch.randn(30, 6, generator=generator).double() for _ in range(3)]
+        weights = [torch.randn(4, 6, generator=generator).double() for _ in range(3)]
+        grams = [rows.square().sum(0) if diagonal else rows.T @ rows for rows in x]
+        mean = sum(weights) / 3
+        same = regmean(mean, sum(answers(weight, grams[0]) for weight in weights), 3 * grams[0])
+        torch.testing.assert_close(same, mean)
+        found = regmean(mean, sum(map(answers, weights, grams)), sum(grams))
+        wanted = (
+            sum(map(answers, weights, grams)) / sum(grams)
+            if diagonal
+            else least_squares([*zip(x, weights, strict=True)])
+        )
+        torch.testing.assert_close(found, wanted)
+
+
+def test_directions_without_inputs_keep_the_mean():
+    generator = torch.Generator().manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(6, 6, generator=generator).double())
+    x = [torch.randn(30, 2, generator=generator).double() @ basis[:, :2].T for _ in range(2)]
+    weights = [torch.randn(4, 6, generator=generator).double() for _ in range(2)]
+    mean = sum(weights) / 2
+    found = regmean(mean, sum(w @ r.T @ r for w, r in zip(weights, x, strict=True)), sum(r.T @ r for r in x))
+    torch.testing.assert_close(found @ basis[:, 2:], mean @ basis[:, 2:])
+    wanted = least_squares([*zip(x, weights, strict=True)])
+    torch.testing.assert_close(found @ basis[:, :2], wanted @ basis[:, :2])
+
+
+def test_of_the_diagonal_alone_d_numbers_travel(fit, make_stream, make_task):
+    sent = []
+    for methods in ([], [RegMean(0.0)], [RegMean(1.0)]):
+        metrics = ContinualMetrics()
+        fit(make_task(), make_stream(experiences=1), [*methods, metrics])
+        sent.append(metrics.record["rounds"][0]["upload_bytes"]["0"])
+    layers = [(5, 7), (4, 6)]
+    assert sent[1] - sent[0] == 8 * sum(outputs * size + size for outputs, size in layers)
+    assert sent[2] - sent[0] == 8 * sum(outputs * size + size * size for outputs, size in layers)
+
+
+def lora(make_task, seed=0):
+    torch.manual_seed(0)
+    return make_task(model=LoRA(MLP([6, 16, 4]), rank=2, head="3.*"))
+
+
+def test_lorm_is_its_closed_form_one_factor_at_a_time(fit, make_stream, make_task):
+    task, uploads = lora(make_task), Uploads()
+    begun = task.model.net[1].a.weight.detach().double().clone()
+    stream = make_stream(partition="dirichlet", experiences=1, rounds_per_experience=2)
+    fit(task, stream, [LoRM(1.0), uploads], local_epochs=3)
+    a, b = "model.net.1.a", "model.net.1.b"
+    first, second = ([own for at, own in uploads.clients if at == number] for number in (0, 1))
+    grams = [own[a][0].T @ own[a][0] for own in first]
+    weighted = sum(own[b][1] @ begun @ gram @ begun.T for own, gram in zip(first, grams, strict=True))
+    wanted = weighted @ torch.linalg.inv(begun @ sum(grams) @ begun.T)
+    after = uploads.server[0]
+    torch.testing.assert_close(after[f"{b}.weight"].double(), wanted, rtol=1e-4, atol=1e-5)
+    assert torch.equal(after[f"{a}.weight"].double(), begun)
+    torch.testing.assert_close(
+        uploads.server[1][f"{a}.weight"].double(), least_squares([own[a] for own in second]), rtol=1e-4, atol=1e-5
+    )
+    assert torch.equal(uploads.server[1][f"{b}.weight"], after[f"{b}.weight"])
+    assert not torch.equal(uploads.server[1][f"{a}.weight"].double(), begun)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("make", "method"), [(None, RegMean), (lora, LoRM)])
+def test_resumed_is_uninterrupted(assert_resumes, make_task, make, method):
+    assert_resumes(lambda seed=0: make(make_task) if make else make_task(seed=seed), lambda: method(0.5))
+
+
+def test_refused(fit, make_stream, make_task, train, samples):
+    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `RegMean`'):
+        train(make_task(), [RegMean()], samples())
+    with pytest.raises(ValueError, match="Expected a module with linear or convolutional layers that learn"):
+        fit(make_task(), make_stream(), [RegMean()], reductions={"*": "krum"})

@@ -1,0 +1,117 @@
+"""LoRA: nothing at first, then an addition of low rank; what averaging makes of it."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.models import MLP, LoRA, ViT
+
+
+def make(make_task, train_a=True, rank=2):
+    torch.manual_seed(0)
+    return make_task(model=LoRA(MLP([6, 16, 4]), rank, head="3.*", train_a=train_a))
+
+
+def full(state):
+    """The first layer's whole weights."""
+    return state["model.net.1.layer.weight"] + 0.5 * state["model.net.1.b.weight"] @ state["model.net.1.a.weight"]
+
+
+class Uploads(Callback):
+    def __init__(self):
+        self.states = []
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        weight = len(trainer.datamodule.plan.train[client_round.round][client_round.client])
+        self.states.append((weight, {name: value.clone() for name, value in pl_module.state_dict().items()}))
+
+    def mean(self, of):
+        return sum(weight * of(state) for weight, state in self.states) / sum(weight for weight, _ in self.states)
+
+
+@pytest.mark.parametrize("train_a", [True, False])
+def test_the_mean_of_products_is_the_product_of_means_with_a_common_a_alone(fit, make_stream, make_task, train_a):
+    rules = {} if train_a else {"model.*.a.weight": "fixed"}
+    task, uploads = make(make_task, train_a), Uploads()
+    begun = copy.deepcopy(task.state_dict())
+    stream = make_stream(experiences=1, partition="dirichlet", rounds_per_experience=1)
+    fit(task, stream, [uploads], local_epochs=5, reductions=rules, cohort_size=1)
+    after, wanted = task.state_dict(), uploads.mean(full)
+    away = float((full(after) - wanted).abs().max())
+    moved = float((wanted - full(begun)).abs().max())
+    assert (away > 1e-3 * moved) if train_a else (away < 1e-6)
+    assert torch.equal(after["model.net.1.a.weight"], begun["model.net.1.a.weight"]) != train_a
+    torch.testing.assert_close(after["model.net.3.weight"], uploads.mean(lambda state: state["model.net.3.weight"]))
+    assert torch.equal(after["model.net.1.layer.weight"], begun["model.net.1.layer.weight"])
+
+
+def test_it_begins_as_the_network_itself():
+    plain = MLP([6, 5, 4])
+    adapted, x = LoRA(copy.deepcopy(plain), head="3.*"), torch.randn(7, 6)
+    assert torch.equal(adapted(x), plain(x)) and torch.equal(adapted.embed(x), plain.embed(x))
+    assert adapted.features == 5
+
+
+def test_its_rank_and_scale():
+    adapted = LoRA(MLP([30, 20, 4]), rank=3, alpha=6.0, head="3.*")
+    layer = adapted.net[1]
+    nn.init.normal_(layer.b.weight)
+    x = torch.randn(50, 30)
+    added = layer(x) - layer.layer(x)
+    torch.testing.assert_close(added, 2 * x @ layer.a.weight.T @ layer.b.weight.T, rtol=1e-4, atol=1e-5)
+    assert int(torch.linalg.matrix_rank(added.double(), rtol=1e-5)) == 3
+
+
+def test_only_b_and_the_head_travel(fit, make_stream, make_task):
+    metrics = ContinualMetrics()
+    fit(make(make_task, False), make_stream(), [metrics], reductions={"model.*.a.weight": "fixed"})
+    sent = metrics.record["rounds"][-1]["upload_bytes"]
+    assert set(sent.values()) == {4 * (2 * 16 + 16 * 4 + 4)}
+
+
+def test_b_of_zeros_that_does_not_learn_is_fedavg_of_the_head(fit, make_stream, make_task):
+    torch.manual_seed(0)
+    plain = MLP([6, 16, 4])
+    adapted = LoRA(copy.deepcopy(plain), head="3.*")
+    adapted.net[1].requires_grad_(False)
+    plain[1].requires_grad_(False)
+    tasks = [make_task(model=adapted), make_task(model=plain)]
+    for task in tasks:
+        fit(task, make_stream())
+    torch.testing.assert_close(tasks[0].model.net[3].weight, tasks[1].model[3].weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.seconds
+def test_side_by_side_is_one_at_a_time(fit, make_stream, make_task):
+    tasks = [make(make_task), make(make_task)]
+    for task, size in zip(tasks, (1, 3), strict=True):
+        trainer = fit(task, make_stream(partition="dirichlet"), cohort_size=size)
+        assert trainer.strategy.federation.trainer.clients_at_once == size
+    for name, value in tasks[0].state_dict().items():
+        torch.testing.assert_close(tasks[1].state_dict()[name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.seconds
+def test_layers_of_a_vision_transformer():
+    net = ViT(num_classes=4, image_size=32, width=24, depth=1, heads=2)
+    x = torch.randn(2, 3, 32, 32)
+    wanted = net.eval()(x)
+    adapted = LoRA(net, rank=2).eval()
+    assert torch.equal(adapted(x), wanted)
+    learning = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert {name for name in learning if "head" in name} == {"net.head.weight", "net.head.bias"}
+    assert all(name.endswith((".a.weight", ".b.weight")) for name in learning if "head" not in name)
+    adapted.train()(x).sum().backward()
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("head", ["head.*", "*"])
+def test_a_head_of_nothing_or_all_is_refused(head):
+    with pytest.raises(
+        ValueError, match=r"Expected `head` to match some of the network's layers but got .* for 1\.weight"
+    ):
+        LoRA(MLP([6, 5, 4]), head=head)
