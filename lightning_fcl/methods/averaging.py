@@ -1,4 +1,4 @@
-"""What methods share that correct a mean of uploads: SCAFFOLD, FedDyn and FedNova."""
+"""What methods share that correct a mean of uploads, as SCAFFOLD, FedDyn, FedNova, FOT and RegMean do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.protocol import federation_of, need_federation
+from lightning_fcl.methods.ccvr import CCVR
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.fed3r import Fed3R
 from lightning_fcl.methods.method import Method
 
 
@@ -66,7 +68,8 @@ class MovesServer(Method):
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss,
             "a `FedBuff`": isinstance(federation.participation.schedule, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
-            "another such method": sum(isinstance(method, MovesServer) for method in methods_of(trainer)) > 1,
+            "another that does, too": sum(isinstance(one, MovesServer | CCVR | Fed3R) for one in methods_of(trainer))
+            > 1,
         }
         for got in (what for what, there in unfit.items() if there):
             raise ValueError(

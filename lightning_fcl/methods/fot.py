@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import lightning.pytorch as L
@@ -12,17 +12,17 @@ from torch import Tensor
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, share
 from lightning_fcl.federation.aggregation import Rules, State, entries
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.methods.averaging import MovesServer
 from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, put_weights, weight_matrix
-from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
 from lightning_fcl.methods.prototypes import SumOfSome
 
 
 @dataclass(eq=False)
-class FOT(Method):
+class FOT(MovesServer):
     """Every round: the server projects the averaged update out of what earlier tasks have taught (Bakman et al. 2024).
 
     Of each linear and convolutional layer that learns and is averaged the server keeps an orthonormal basis U of what
@@ -44,7 +44,8 @@ class FOT(Method):
         eps: Share of the energy of a layer's inputs that U is to hold after each task, above 0 and at most 1.
 
     Raises:
-        ValueError: If ``eps`` is out of range, the Trainer is no federation's, or no layer is averaged.
+        ValueError: If ``eps`` is out of range, the Trainer is no federation's whose server goes to the mean of what
+            clients have trained from its model, or no layer is averaged.
 
     Example:
         >>> FOT(eps=0.9).eps
@@ -55,7 +56,6 @@ class FOT(Method):
     reductions: ClassVar[Rules] = {"basis.*": "download", "sketch.*": SumOfSome(), "energy.*": SumOfSome()}
 
     eps: float = argument(0.95, share)
-    _begun: State = field(default_factory=dict, init=False, repr=False)  # the weights, when the round began
 
     def server_state(self, module: L.LightningModule) -> State:
         state: State = {}
@@ -79,24 +79,24 @@ class FOT(Method):
             sent[f"energy.{name}"] += torch.stack([outside.square().sum(), rows.square().sum()])
         return sent
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if federation_of(trainer) is not None:
-            state = entries(pl_module)
-            self._begun = {name: weight_matrix(state, name) for name in averaged_layers(pl_module)}
+    def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
+        """The mean, without what would move outputs for inputs in the bases."""
+        found: State = {}
+        for name, basis in section(kept, "basis").items():
+            if basis.shape[1]:
+                first = weight_matrix(begun, name)
+                found |= weights_of(mean, name, first + without(weight_matrix(mean, name) - first, basis))
+        return found
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
-        if federation is None:
-            return
-        state, kept, new = entries(pl_module), federation.server.kept_for(self.section), {}
-        for name, begun in self._begun.items():
-            basis, energy = kept[f"basis.{name}"], kept[f"energy.{name}"]
-            if basis.shape[1]:
-                put_weights(state, name, begun + without(weight_matrix(state, name) - begun, basis))
+        super().on_round_end(trainer, pl_module)
+        server, new = need_federation(trainer, "FOT", self.needs.federation).server, {}
+        kept = server.kept_for(self.section)
+        for name, energy in section(kept, "energy").items():
             if energy.any():
-                new[f"basis.{name}"] = enlarged(basis, kept[f"sketch.{name}"], energy, self.eps)
+                new[f"basis.{name}"] = enlarged(kept[f"basis.{name}"], kept[f"sketch.{name}"], energy, self.eps)
                 new |= {part: torch.zeros_like(kept[part]) for part in (f"sketch.{name}", f"energy.{name}")}
-        federation.server.extra.update({f"{self.section}.{name}": value for name, value in new.items()})
+        server.extra.update({f"{self.section}.{name}": value for name, value in new.items()})
 
 
 def without(rows: Tensor, basis: Tensor) -> Tensor:

@@ -30,8 +30,9 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
             and not isinstance(layer.padding, str)
         )
     ]
-    learning = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    chosen = [name for name in places if f"{name}.weight" in learning and of[f"{name}.weight"].name == "mean"]
+    learning = {name for name, p in module.named_parameters() if p.requires_grad and of[name].name == "mean"}
+    own = {name: {f"{name}.{key}" for key, _ in module.get_submodule(name).named_parameters()} for name in places}
+    chosen = [name for name in places if own[name] <= learning]
     if not chosen:
         raise ValueError(
             f"Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
@@ -46,13 +47,11 @@ def weight_matrix(state: Mapping[str, Tensor], name: str) -> Tensor:
     return weight if bias is None else torch.cat([weight, bias.detach().double()[:, None]], dim=1)
 
 
-def put_weights(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> None:
-    """Write a `weight_matrix` into the tensors of a state."""
+def weights_of(state: Mapping[str, Tensor], name: str, matrix: Tensor) -> State:
+    """A `weight_matrix` as the entries that it is of, each of its shape and type in a state."""
     weight, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
-    with torch.no_grad():
-        weight.copy_(matrix[:, : weight[0].numel()].view_as(weight))
-        if bias is not None:
-            bias.copy_(matrix[:, -1])
+    found = {f"{name}.weight": matrix[:, : weight[0].numel()].view_as(weight).to(weight)}
+    return found if bias is None else {**found, f"{name}.bias": matrix[:, -1].to(bias)}
 
 
 @torch.no_grad()

@@ -12,12 +12,12 @@ from torch import Tensor
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, between
 from lightning_fcl.federation.aggregation import Rules, State, entries
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.methods.averaging import MovesServer
 from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, put_weights, weight_matrix
-from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Pattern
 
@@ -25,7 +25,7 @@ _NONE = 1e-10  # of the largest eigenvalue: what is smaller is no direction of t
 
 
 @dataclass(eq=False)
-class RegMean(Method):
+class RegMean(MovesServer):
     """Every round: each layer answers as its clients' layers do, in the mean over their inputs (Jin et al. 2023).
 
     After its training a client also sends, for each linear and convolutional layer that has learnt, ``G_k = X_k^T X_k``
@@ -41,7 +41,8 @@ class RegMean(Method):
         alpha: Share of the numbers off the diagonal, 0 to 1.
 
     Raises:
-        ValueError: If ``alpha`` is out of range, the Trainer is no federation's, or no layer is averaged.
+        ValueError: If ``alpha`` is out of range, the Trainer is no federation's whose server goes to the mean of what
+            clients have trained from its model, or no layer is averaged.
 
     Example:
         >>> RegMean(alpha=0.0).alpha
@@ -76,15 +77,19 @@ class RegMean(Method):
             sent[f"answers.{name}"] = answers(weights[name], gram)
         return sent
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
-        if federation is None:
-            return
-        kept, state = federation.server.kept_for(self.section), entries(pl_module)
+    def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
+        """Layers that have learnt, by least squares on what they answer."""
+        found: State = {}
         for name, gram in section(kept, "gram").items():
             if gram.any():
-                put_weights(state, name, regmean(weight_matrix(state, name), kept[f"answers.{name}"], gram))
-        federation.server.extra.update({f"{self.section}.{n}": torch.zeros_like(value) for n, value in kept.items()})
+                found |= weights_of(mean, name, regmean(weight_matrix(mean, name), kept[f"answers.{name}"], gram))
+        return found
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_round_end(trainer, pl_module)
+        server = need_federation(trainer, type(self).__name__, self.needs.federation).server
+        kept = server.kept_for(self.section).items()
+        server.extra.update({f"{self.section}.{name}": torch.zeros_like(value) for name, value in kept})
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_fcl.callbacks import ContinualMetrics, FedDyn, FedNova
+from lightning_fcl.callbacks import CCVR, FOT, ContinualMetrics, Fed3R, FedDyn, FedNova, RegMean
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.federation.swarm import Swarm
@@ -105,8 +105,9 @@ def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, 
     ):
         with pytest.raises(ValueError, match=message):
             fit(make_task(), make_stream(), [FedDyn()], **options)
-    with pytest.raises(ValueError, match=r"for `FedDyn`, .* but got another such method"):
-        fit(make_task(), make_stream(), [FedDyn(), FedNova()], **UNIFORM)
+    for other in (FedNova(), FOT(), RegMean(), CCVR(), Fed3R()):
+        with pytest.raises(ValueError, match=r"for `FedDyn`, .* but got another that does, too"):
+            fit(make_task(), make_stream(), [FedDyn(), other], **UNIFORM)
     with pytest.raises(ValueError, match=r"for `FedDyn`, .* but got `clients="):
         fit(make_task(), make_stream(), [FedDyn(clients=["1"])], **UNIFORM)
     with pytest.raises(ValueError, match="for `FedDyn` but got a plain one"):
