@@ -10,7 +10,7 @@ from pathlib import Path
 def arguments(parser: ArgumentParser) -> None:
     parser.description = "Look after data sets."
     parser.epilog = "With `show`, every argument that `fit` takes can follow."
-    parser.add_argument("action", choices=("list", "check", "fetch", "show"))
+    parser.add_argument("action", choices=("list", "check", "fetch", "show", "clear-features"))
     parser.add_argument("names", nargs="*", help="data sets (default: all); with show: a recipe")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="with show: a picture of who sees what when")
     parser.add_argument("--root", help="folder of the data sets (default: $LIGHTNING_FCL_DATA)")
@@ -24,6 +24,12 @@ def run(options: Namespace) -> None:
         raise ValueError(f"Expected no arguments of a recipe for `data {options.action}` but got {options.more}.")
     from lightning_fcl.data import datasets
 
+    if options.action == "clear-features":
+        from lightning_fcl.data.features import clear_features
+
+        files, size = clear_features()
+        print(f"deleted the features of {files} sets of images, {size:,} bytes")
+        return
     known = datasets.describe()
     if options.action == "list":
         for description in known:
