@@ -31,13 +31,7 @@ def embedded(
     They are kept under a key of the images, in their order, and of the backbone, by its layers and weights: each split,
     process and run of the same images maps the same file, whose checksum and first features are compared before.
     """
-    network: Any = frozen_backbone(backbone) if isinstance(backbone, str) else backbone
-    if not callable(getattr(network, "embed", None)):
-        raise ValueError(
-            f"Expected `features` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "
-            f"`{type(network).__name__}`. Define `embed`: features (batch, features) of images."
-        )
-    network.eval().to(device)
+    network = _backbone(backbone).to(device)
     key, first = _told(network), None
     for batch in images_of(samples, num_workers):
         first = batch if first is None else first
@@ -59,6 +53,24 @@ def embedded(
         for part, loading in samples.loaders.items()
     }
     return replace(samples, x=x, scale=None, measurement=None, collate_fn=default_collate, loaders=loaders)
+
+
+class WithBackbone(nn.Module):
+    """What a module that has learnt from features makes of images, pixels from 0 to 1, by the backbone and the module.
+
+    Example:
+        >>> from lightning_fcl.models import MLP
+        >>> WithBackbone(MLP([12, 7, 5]), MLP([7, 2]))(torch.zeros(4, 3, 2, 2)).shape
+        torch.Size([4, 2])
+    """
+
+    def __init__(self, backbone: nn.Module | str, module: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.module = _backbone(backbone), module
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.module(self.backbone.embed(x))
+        return outputs
 
 
 def images_of(samples: Samples, num_workers: int = 0, rows: Any = None) -> Iterator[Tensor]:
@@ -87,6 +99,16 @@ def clear_features() -> tuple[int, int]:
     for path in files:
         path.unlink()
     return len(files), sum(sizes)
+
+
+def _backbone(given: nn.Module | str) -> Any:
+    network = frozen_backbone(given) if isinstance(given, str) else given
+    if not callable(getattr(network, "embed", None)):
+        raise ValueError(
+            f"Expected `features` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "
+            f"`{type(network).__name__}`. Define `embed`: features (batch, features) of images."
+        )
+    return network.eval()
 
 
 def _features(network: Any, x: Tensor, device: torch.device | None) -> Tensor:

@@ -5,6 +5,7 @@ import time
 
 import lightning.pytorch as L
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -247,21 +248,40 @@ def test_the_images_of_loaders_become_features(data, samples, data_folder):
     torch.testing.assert_close(stream.samples.x[-3:], backbone.embed(x), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.seconds
-def test_a_recipe_names_its_backbone_and_a_command_deletes_its_features(tmp_path, cache, capsys):
-    recipe = tmp_path / "recipe.yaml"
+def fit_recipe(folder):
+    """A run of the digits, by features of images of twice their size."""
     backbone = "{class_path: lightning_fcl.models.frozen_backbone, init_args: {size: 16}}"
-    recipe.write_text(
+    (folder / "recipe.yaml").write_text(
         f"trainer: {{accelerator: cpu, strategy: federated}}\n"
         f"model: {{class_path: RidgeClassifier, init_args: {{num_classes: 10, model: {backbone}}}}}\n"
         f"data: {{data: digits, scenario: {{class_path: ClassIncremental, init_args: {{experiences: 2}}}}, "
         f"features: {backbone}}}\n"
     )
-    main(["fit", str(recipe), "--out", str(tmp_path / "run")])
+    main(["fit", str(folder / "recipe.yaml"), "--out", str(folder / "run")])
+
+
+@pytest.mark.seconds
+def test_a_recipe_names_its_backbone_and_a_command_deletes_its_features(tmp_path, cache, capsys):
+    fit_recipe(tmp_path)
     (kept,) = cache.iterdir()
-    assert kept.stat().st_size == 4 * 1797 * 1280 + 32
+    size = 4 * 1797 * 1280 + 32
+    assert kept.stat().st_size == size
     capsys.readouterr()
     main(["data", "clear-features"])
-    assert capsys.readouterr().out == f"deleted the features of 1 sets of images, {4 * 1797 * 1280 + 32:,} bytes\n"
+    assert capsys.readouterr().out == f"deleted the features of 1 sets of images, {size:,} bytes\n"
     main(["data", "clear-features"])
     assert list(cache.iterdir()) == [] and "of 0 sets" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_on_features_is_exported_as_a_file_that_takes_images(tmp_path, capsys):
+    fit_recipe(tmp_path)
+    main(["export", str(tmp_path / "run"), "--int8"])
+    plain, small = (tmp_path / "run" / "export" / f"classifier{kind}.onnx" for kind in ("", "-int8"))
+    assert small.stat().st_size < 0.35 * plain.stat().st_size
+    session = onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape[1:] == [1, 8, 8]
+    digits = samples_of("digits")
+    predicted = session.run(None, {"input": digits.x.numpy()})[0].argmax(axis=1)
+    assert (predicted == digits.targets).mean() > 0.7
+    assert "% of 100 predictions as PyTorch's" in capsys.readouterr().out
