@@ -249,8 +249,8 @@ def test_the_images_of_loaders_become_features(data, samples, data_folder):
 
 
 def fit_recipe(folder):
-    """A run of the digits, by features of images of twice their size."""
-    backbone = "{class_path: lightning_fcl.models.frozen_backbone, init_args: {size: 16}}"
+    """A run of the digits, by features of images of four times their size."""
+    backbone = "{class_path: lightning_fcl.models.frozen_backbone, init_args: {size: 32}}"
     (folder / "recipe.yaml").write_text(
         f"trainer: {{accelerator: cpu, strategy: federated}}\n"
         f"model: {{class_path: RidgeClassifier, init_args: {{num_classes: 10, model: {backbone}}}}}\n"
