@@ -60,6 +60,7 @@ def _show(options: Namespace) -> None:
         raise ValueError(f"Expected a file in a folder that is there but {options.out.parent} is none. Make it first.")
     recipe = find_recipes(options.names)
     stream = read_parts(recipe.configs, [*recipe.fit_words, *options.more]).datamodule
+    stream.features = None  # who sees what does not ask for them
     stream.setup("fit")
     print(f"{stream}\n{describe_plan(stream.plan, stream.classes)}")
     if options.out is not None:

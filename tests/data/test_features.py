@@ -248,8 +248,8 @@ def test_the_images_of_loaders_become_features(data, samples, data_folder):
     torch.testing.assert_close(stream.samples.x[-3:], backbone.embed(x), rtol=1e-3, atol=1e-4)
 
 
-def fit_recipe(folder):
-    """A run of the digits, by features of images of four times their size."""
+def write_recipe(folder):
+    """A recipe of the digits, by features of images of four times their size."""
     backbone = "{class_path: lightning_fcl.models.frozen_backbone, init_args: {size: 32}}"
     (folder / "recipe.yaml").write_text(
         f"trainer: {{accelerator: cpu, strategy: federated}}\n"
@@ -257,12 +257,21 @@ def fit_recipe(folder):
         f"data: {{data: digits, scenario: {{class_path: ClassIncremental, init_args: {{experiences: 2}}}}, "
         f"features: {backbone}}}\n"
     )
-    main(["fit", str(folder / "recipe.yaml"), "--out", str(folder / "run")])
+    return str(folder / "recipe.yaml")
+
+
+@pytest.mark.seconds
+def test_what_needs_no_features_makes_none(tmp_path, cache, capsys):
+    recipe = write_recipe(tmp_path)
+    main(["data", "show", recipe])
+    main(["device-report", recipe])
+    assert "1,8,8" in capsys.readouterr().out.replace(" x ", ",").replace(", ", ",")
+    assert not cache.exists()
 
 
 @pytest.mark.seconds
 def test_a_recipe_names_its_backbone_and_a_command_deletes_its_features(tmp_path, cache, capsys):
-    fit_recipe(tmp_path)
+    main(["fit", write_recipe(tmp_path), "--out", str(tmp_path / "run")])
     (kept,) = cache.iterdir()
     size = 4 * 1797 * 1280 + 32
     assert kept.stat().st_size == size
@@ -275,7 +284,7 @@ def test_a_recipe_names_its_backbone_and_a_command_deletes_its_features(tmp_path
 
 @pytest.mark.slow
 def test_a_run_on_features_is_exported_as_a_file_that_takes_images(tmp_path, capsys):
-    fit_recipe(tmp_path)
+    main(["fit", write_recipe(tmp_path), "--out", str(tmp_path / "run")])
     main(["export", str(tmp_path / "run"), "--int8"])
     plain, small = (tmp_path / "run" / "export" / f"classifier{kind}.onnx" for kind in ("", "-int8"))
     assert small.stat().st_size < 0.35 * plain.stat().st_size

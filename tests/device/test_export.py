@@ -214,7 +214,9 @@ def test_convolutions_of_8_bits_by_onnx_runtime(frozen, tmp_path):
     outputs = run(tmp_path / "new" / "net.onnx", images[:1])
     assert (outputs - network(images[:1])).abs().max() < 0.2
     stored = [numpy_helper.to_array(value) for value in onnx.load(tmp_path / "new" / "net.onnx").graph.initializer]
-    assert {(16, 3, 3, 3), (32, 16, 3, 3)} == {value.shape for value in stored if value.dtype == "int8" and value.ndim == 4}
+    assert {(16, 3, 3, 3), (32, 16, 3, 3)} == {
+        value.shape for value in stored if value.dtype == "int8" and value.ndim == 4
+    }
     assert not any(value.dtype == "float32" and value.ndim == 4 and value.shape[2] == 3 for value in stored)
 
 
