@@ -265,7 +265,7 @@ def test_what_needs_no_features_makes_none(tmp_path, cache, capsys):
     recipe = write_recipe(tmp_path)
     main(["data", "show", recipe])
     main(["device-report", recipe])
-    assert "1,8,8" in capsys.readouterr().out.replace(" x ", ",").replace(", ", ",")
+    assert "A sample is 1 x 8 x 8;" in capsys.readouterr().out
     assert not cache.exists()
 
 
