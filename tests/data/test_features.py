@@ -197,6 +197,16 @@ def test_a_data_module_s_loaders_read_images_and_give_features(images):
     assert [tuple(x.shape) for x, _ in stream.test_dataloader()] == [(10, 6)] * 5
 
 
+def test_a_data_module_that_changes_batches_is_refused(images):
+    class Normalises(Photographs):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [(batch[0] - 0.5) / 0.2, batch[1]]
+
+    stream = FederatedStream(Normalises(*images), ClassIncremental(2), features=Counted())
+    with pytest.raises(ValueError, match="no `on_after_batch_transfer` of Normalises with `features`"):
+        stream.setup("fit")
+
+
 @pytest.mark.parametrize("clients", [1, 5])
 def test_ridge_regression_on_features_is_that_of_a_network_on_images(clients):
     """Whether a backbone's features were made beforehand, or are made of each batch."""
