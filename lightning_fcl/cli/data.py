@@ -10,7 +10,7 @@ from pathlib import Path
 def arguments(parser: ArgumentParser) -> None:
     parser.description = "Look after data sets."
     parser.epilog = "With `show`, every argument that `fit` takes can follow."
-    parser.add_argument("action", choices=("list", "check", "fetch", "show"))
+    parser.add_argument("action", choices=("list", "check", "fetch", "show", "clear-features"))
     parser.add_argument("names", nargs="*", help="data sets (default: all); with show: a recipe")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="with show: a picture of who sees what when")
     parser.add_argument("--root", help="folder of the data sets (default: $LIGHTNING_FCL_DATA)")
@@ -24,6 +24,12 @@ def run(options: Namespace) -> None:
         raise ValueError(f"Expected no arguments of a recipe for `data {options.action}` but got {options.more}.")
     from lightning_fcl.data import datasets
 
+    if options.action == "clear-features":
+        from lightning_fcl.data.features import clear_features
+
+        files, size = clear_features()
+        print(f"deleted the features of {files} sets of images, {size:,} bytes")
+        return
     known = datasets.describe()
     if options.action == "list":
         for description in known:
@@ -54,6 +60,7 @@ def _show(options: Namespace) -> None:
         raise ValueError(f"Expected a file in a folder that is there but {options.out.parent} is none. Make it first.")
     recipe = find_recipes(options.names)
     stream = read_parts(recipe.configs, [*recipe.fit_words, *options.more]).datamodule
+    stream.features = None  # who sees what does not ask for them
     stream.setup("fit")
     print(f"{stream}\n{describe_plan(stream.plan, stream.classes)}")
     if options.out is not None:

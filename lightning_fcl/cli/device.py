@@ -83,6 +83,7 @@ def _of_data(parts: RecipeParts, required: bool) -> tuple[tuple[int, ...], int, 
     from lightning_fcl.device.report import NODES, SAMPLES
 
     stream = parts.datamodule
+    stream.features = None  # a device takes images
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -10,24 +10,39 @@ def arguments(parser: ArgumentParser) -> None:
     parser.description = "Write a run's model as files for devices, compared with PyTorch."
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
     parser.add_argument("--format", choices=("onnx", "executorch"), default="onnx", help="(default: onnx)")
+    parser.add_argument("--int8", action="store_true", help="the classifier's convolutions of 8 bits, in ONNX")
     parser.add_argument("--out", type=Path, help="folder of the files (default: RUN/export)")
 
 
 def run(options: Namespace) -> None:
+    import numpy as np
+    import torch
     from torch import nn
 
-    from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_onnx
+    from lightning_fcl.data.features import WithBackbone, images_of, pixels_of
+    from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_int8_onnx, export_onnx
     from lightning_fcl.running.parts import trained_parts
 
     parts = trained_parts(options.run)
-    parts.datamodule.setup("test")
-    example = parts.datamodule.take(parts.datamodule.plan.test[:8])[0]
-    modules: dict[str, nn.Module] = {"classifier": WithoutTrainer(parts.model)}
+    stream, classifier = parts.datamodule, WithoutTrainer(parts.model)
+    features, stream.features = stream.features, None  # the file takes images
+    stream.setup("test")
+    train = np.concatenate([own for clients in stream.plan.train for own in clients.values()])
+    rows = [own[:: max(1, len(own) // 100)][:100] for own in (stream.plan.test, train)]
+    example, calibration = (stream.take(part)[0] for part in rows)
+    modules: dict[str, nn.Module] = {"classifier": classifier}
+    if features is not None:
+        example, calibration = (pixels_of(torch.cat([*images_of(stream.samples, rows=part)])) for part in rows)
+        modules["classifier"] = WithBackbone(features, classifier)
     backbone = getattr(getattr(parts.model, "model", None), "backbone", None)
     if isinstance(backbone, nn.Module):
         modules["backbone"] = backbone
     write, ending = (export_onnx, "onnx") if options.format == "onnx" else (export_executorch, "pte")
     for name, module in modules.items():
         file = (options.out or options.run / "export") / f"{name}.{ending}"
-        difference = write(module, example, file)
+        difference = write(module, example[:8], file)
         print(f"{file}  {file.stat().st_size} bytes, at most {difference:.1e} from PyTorch")
+    if options.int8:
+        file = (options.out or options.run / "export") / "classifier-int8.onnx"
+        share = export_int8_onnx(modules["classifier"], calibration, example, file)
+        print(f"{file}  {file.stat().st_size} bytes, {share:.0%} of {len(example)} predictions as PyTorch's")

@@ -12,13 +12,15 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_fcl.data.batches import Collate, Loading, Request, Take, batches, read
-from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of
+from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
+from lightning_fcl.data.client_loader import ClientLoader
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.data_module import TRANSFER_HOOKS, call_seeded, lend_hooks, modules_of
 from lightning_fcl.data.experiences import Benchmark, experiences_of, refuse_dealt, scenario_of
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.features import embedded
 from lightning_fcl.data.own import Data, names_clients, of_anything, samples_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Samples, name_of, normalised, rows_of
@@ -51,6 +53,9 @@ class FederatedStream(L.LightningDataModule):
         collate_fn: Makes a batch of a data set's items; default: that of each of the data module's loaders, or torch's.
         classes: Of a data set or data module, as in `from_arrays`.
         seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
+        features: A frozen backbone whose features take the images' place, made once and kept in the user's cache: a
+            name of `lightning_fcl.models.frozen_backbone`, or a module with ``embed(x)``, which takes stored pixels,
+            scaled to [0, 1], and normalises them by itself. What a data set draws for an image is drawn once.
 
     Raises:
         ValueError: If the data cannot be split as asked.
@@ -77,6 +82,7 @@ class FederatedStream(L.LightningDataModule):
         collate_fn: Collate | None = None,
         classes: Sequence[str] | None = None,
         seed: int | None = None,
+        features: nn.Module | str | None = None,
     ) -> None:
         super().__init__()
         given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
@@ -101,6 +107,7 @@ class FederatedStream(L.LightningDataModule):
         refuse_dealt(self.scenario, partition=partition, split=split)
         self.collate_fn = collate_fn
         self._classes = classes
+        self.features = features
         self._seed = seed
         self._torn_down = False
         self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says
@@ -229,6 +236,14 @@ class FederatedStream(L.LightningDataModule):
         if self.trainer is None or self.trainer.precision != "64-true":
             samples = samples.in_single_precision()
         self.samples = replace(samples, loaders=loaders, collate_fn=self.collate_fn or samples.collate_fn)
+        if self.features is not None:
+            if hooks := [hook for hook in TRANSFER_HOOKS if is_overridden(hook, self)]:
+                raise ValueError(
+                    f"Expected no `{hooks[0]}` of {name_of(self.data)} with `features`, of which batches are made. "
+                    "Do in its data set's own transform what it does to images."
+                )
+            device = None if self.trainer is None else self.trainer.strategy.root_device
+            self.samples = embedded(self.samples, self.features, self.num_workers, device)
         self.y = samples.targets if samples.classes else EMPTY
 
     # What the strategy asks for.
@@ -305,46 +320,3 @@ class FederatedStream(L.LightningDataModule):
         workers = self.num_workers if draws else 0
         loading = Loading(size, num_workers=workers, collate_fn=self.samples.collate(part))
         return self.samples.loaders.get(part, loading)
-
-
-class ClientLoader:
-    """The training data of all clients, which a `FederatedStrategy` replaces by the batches of each round.
-
-    In a plain Trainer a stream of one client can be iterated as it is: an epoch is a round.
-    """
-
-    def __init__(self, stream: FederatedStream) -> None:
-        self.stream = stream
-
-    def __len__(self) -> int:
-        if self.stream.count_batches is None:
-            raise TypeError(
-                'Expected a Trainer with `strategy="federated"` that fits where the number of batches is asked for, '
-                "which is a client's in a round, but there is none."
-            )
-        return self.stream.count_batches()
-
-    def __iter__(self) -> Iterator[Any]:
-        stream, trainer = self.stream, self.stream.trainer
-        clients = stream.plan.clients
-        if len(clients) != 1 or trainer is None:
-            raise ValueError(
-                f'Expected a Trainer with `strategy="federated"` for a stream of {len(clients)} clients but got a '
-                "plain one, which trains a single client."
-            )
-        client, round = clients[0], current_round(trainer)
-        if round >= stream.plan.rounds and trainer.max_epochs == stream.plan.rounds:
-            return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
-        if round >= stream.plan.rounds:
-            raise ValueError(
-                f"Expected `max_epochs` to be at most the stream's {stream.plan.rounds} rounds but got "
-                f"{trainer.max_epochs}."
-            )
-        rows = stream.plan.train[round][client]
-        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
-        plan = plan_batches(len(rows), 1, batching, order_keys(stream.seed, [client], round))
-        if not stream.samples.draws:
-            yield from batches(stream.take(rows), [torch.from_numpy(chosen) for chosen in plan])
-            return
-        requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(plan))
-        yield from stream.read(requests)

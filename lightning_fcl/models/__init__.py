@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lightning_fcl.door import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_fcl.models.backbone import frozen_backbone as frozen_backbone
     from lightning_fcl.models.cvt import CvTBody as CvTBody
     from lightning_fcl.models.decomposed import Decomposed as Decomposed
     from lightning_fcl.models.decomposed import decomposed_vit as decomposed_vit

@@ -22,6 +22,7 @@ OF_EACH_PAPER = [
     "fedvit/gem-own-head",
     "flwf/flwf-2t-ft",
     "flwf-as-written/flwf-2t-ft",
+    "frozen-lite0/ridge-classes-seen-before",
     "incfed/wesad-75-fedavg",
     "odfcl/odfcl-orl",
     "ucihar-reservoir/incfed",

@@ -10,8 +10,9 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from lightning_fcl.device.export import export_executorch, export_onnx
-from lightning_fcl.models import DSICNet, EchoStateNetwork, ReservoirReadout
+from lightning_fcl.device.export import export_executorch, export_int8_onnx, export_onnx
+from lightning_fcl.models import DSICNet, EchoStateNetwork, FeatureReadout, ReservoirReadout, RidgeReadout
+from lightning_fcl.models.backbone import FrozenBackbone
 from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
 
 
@@ -179,3 +180,52 @@ def test_the_steps_of_a_reservoir_are_one_operation(tmp_path, readout):
     assert export_onnx(network, torch.randn(3, 150, 3), tmp_path / "esn.onnx", tolerance=1e-5) <= 1e-5
     names = Counter(node.op_type for node in onnx.load(tmp_path / "esn.onnx").graph.node)
     assert names["Scan"] == 2 and names["Tanh"] == 0
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    """A ridge readout of a small frozen backbone, and noisy images of four kinds to calibrate and to compare on."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16), nn.ReLU6(), nn.Conv2d(16, 32, 3, 2), nn.ReLU6()]
+    backbone = FrozenBackbone(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten()), size=24)
+    kinds = torch.rand(4, 3, 12, 12)
+    images = (kinds.repeat(60, 1, 1, 1) + 0.1 * torch.randn(240, 3, 12, 12)).clamp(0, 1)
+    readout = RidgeReadout(backbone.features, 4, beta=0.1)
+    readout.partial_fit(backbone.embed(images), torch.eye(4).repeat(60, 1))
+    readout.solve()
+    network = FeatureReadout(backbone, 4)
+    network.weight.copy_(readout.weight)
+    assert torch.equal(network(images).argmax(dim=1), torch.arange(240) % 4)
+    return network, images
+
+
+@pytest.mark.seconds
+def test_a_frozen_backbone_and_its_readout_in_a_file(frozen, tmp_path):
+    network, images = frozen
+    assert export_onnx(network, images[:3], tmp_path / "net.onnx") < 1e-4
+    torch.testing.assert_close(run(tmp_path / "net.onnx", images), network(images), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.seconds
+def test_convolutions_of_8_bits_by_onnx_runtime(frozen, tmp_path):
+    network, images = frozen
+    assert export_int8_onnx(network, images[:120], images[120:], tmp_path / "new" / "net.onnx") > 0.95
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["net.onnx"]
+    outputs = run(tmp_path / "new" / "net.onnx", images[:1])
+    assert (outputs - network(images[:1])).abs().max() < 0.2
+    stored = [numpy_helper.to_array(value) for value in onnx.load(tmp_path / "new" / "net.onnx").graph.initializer]
+    assert {(16, 3, 3, 3), (32, 16, 3, 3)} == {
+        value.shape for value in stored if value.dtype == "int8" and value.ndim == 4
+    }
+    assert not any(value.dtype == "float32" and value.ndim == 4 and value.shape[2] == 3 for value in stored)
+
+
+@pytest.mark.seconds
+def test_what_8_bits_change_too_much_is_not_written(frozen, tmp_path):
+    network, images = frozen
+    (tmp_path / "net.onnx").write_bytes(b"older")
+    with pytest.raises(ValueError, match=r"at least 0\.9 of the largest outputs to be PyTorch's but got 0"):
+        export_int8_onnx(network, torch.full((20, 3, 12, 12), 0.5), images, tmp_path / "net.onnx", agreement=0.9)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("net.onnx", b"older")]
+    with pytest.raises(ValueError, match="a batch of at least one input"):
+        export_int8_onnx(network, images[:0], images, tmp_path / "net.onnx")

@@ -1,0 +1,152 @@
+"""Features of a frozen backbone in place of images: computed once, kept in the user's cache, mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from tqdm import tqdm
+
+from lightning_fcl.data.batches import Request, read
+from lightning_fcl.data.samples import Samples
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.evaluation.files import cache_folder, locked, replacing, writing
+from lightning_fcl.models.backbone import frozen_backbone
+
+_BATCH = 16  # what layers hand on stays in a CPU's cache: half the time that a batch of 64 takes, for each image
+_DIGEST = 32  # bytes of a SHA-256, behind the features
+
+
+def embedded(
+    samples: Samples, backbone: nn.Module | str, num_workers: int = 0, device: torch.device | None = None
+) -> Samples:
+    """Samples that are a backbone's features of images, shape (n, features), with the same targets, owners and parts.
+
+    They are kept under a key of the images, in their order, and of the backbone, by its layers and weights: each split,
+    process and run of the same images maps the same file, whose checksum and first features are compared before.
+    """
+    network = _backbone(backbone).to(device)
+    key, first = _told(network), None
+    for batch in images_of(samples, num_workers):
+        first = batch if first is None else first
+        key.update(f"{batch.dtype} {tuple(batch.shape)}".encode())
+        key.update(_bytes(batch))
+    assert first is not None  # there are samples
+    with torch.no_grad():
+        begin = _features(network, first, device)
+        shape = (len(samples), begin.shape[1])
+        path = cache_folder() / "features" / f"{key.hexdigest()[:32]}-{shape[1]}"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(f".{path.name}.lock")):
+            if not _is_whole(path, shape, begin):
+                _write(path, len(samples), (_features(network, x, device) for x in images_of(samples, num_workers)))
+            x = torch.from_file(str(path), size=shape[0] * shape[1]).view(shape)
+    loaders = {
+        part: replace(loading, collate_fn=default_collate, num_workers=0, worker_init_fn=None)
+        for part, loading in samples.loaders.items()
+    }
+    return replace(samples, x=x, scale=None, measurement=None, collate_fn=default_collate, loaders=loaders)
+
+
+class WithBackbone(nn.Module):
+    """What a module that has learnt from features makes of images, pixels from 0 to 1, by the backbone and the module.
+
+    Example:
+        >>> from lightning_fcl.models import MLP
+        >>> WithBackbone(MLP([12, 7, 5]), MLP([7, 2]))(torch.zeros(4, 3, 2, 2)).shape
+        torch.Size([4, 2])
+    """
+
+    def __init__(self, backbone: nn.Module | str, module: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.module = _backbone(backbone), module
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.module(self.backbone.embed(x))
+        return outputs
+
+
+def images_of(samples: Samples, num_workers: int = 0, rows: IntArray | None = None) -> Iterator[Tensor]:
+    """Images as they are stored, by batches; what a data set draws for them is the same each time."""
+    rows = np.arange(len(samples)) if rows is None else rows
+    parts = np.split(rows, range(_BATCH, len(rows), _BATCH))
+    requests = (Request(part, 0, ("features", number)) for number, part in enumerate(parts))
+    for batch in read(samples.stored, requests, num_workers if samples.draws else 0):
+        if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
+            raise ValueError(
+                "Expected data of images and their classes for `features` but got items of other kinds. Let the data "
+                "set give pairs of a tensor and a label."
+            )
+        yield batch[0]
+
+
+def pixels_of(x: Tensor) -> Tensor:
+    """What a backbone takes: bytes scaled to [0, 1], not normalised, or samples as they are."""
+    return x / 255 if x.dtype == torch.uint8 else x
+
+
+def clear_features() -> tuple[int, int]:
+    """Delete all features in the user's cache; how many files, and their bytes."""
+    files = [path for path in (cache_folder() / "features").glob("[!.]*") if path.is_file()]
+    sizes = [path.stat().st_size for path in files]
+    for path in files:
+        path.unlink()
+    return len(files), sum(sizes)
+
+
+def _backbone(given: nn.Module | str) -> Any:
+    network = frozen_backbone(given) if isinstance(given, str) else given
+    if not callable(getattr(network, "embed", None)):
+        raise ValueError(
+            f"Expected `features` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "
+            f"`{type(network).__name__}`. Define `embed`: features (batch, features) of images."
+        )
+    return network.eval()
+
+
+def _features(network: Any, x: Tensor, device: torch.device | None) -> Tensor:
+    features: Tensor = network.embed(pixels_of(x).to(device))
+    return features.float().cpu()
+
+
+def _write(path: Path, samples: int, features: Iterator[Tensor]) -> None:
+    told = hashlib.sha256()
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        with tqdm(total=samples, unit="image", desc="features", disable=None) as bar:
+            for part in features:
+                told.update(content := _bytes(part))
+                file.write(content)
+                bar.update(len(part))
+        file.write(told.digest())
+
+
+def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
+    """Whether features are as they were written, and the backbone still makes the same."""
+    if not path.is_file() or path.stat().st_size != 4 * shape[0] * shape[1] + _DIGEST:
+        return False
+    content = np.memmap(path, np.uint8, "r").data
+    if hashlib.sha256(content[:-_DIGEST]).digest() != content[-_DIGEST:].tobytes():
+        return False
+    kept = torch.from_file(str(path), size=begin.numel()).view_as(begin)
+    return torch.allclose(kept, begin, rtol=1e-2, atol=1e-3 * float(begin.abs().max()))
+
+
+def _told(network: nn.Module) -> Any:
+    """What tells one backbone from another: its layers and all numbers in it."""
+    told = hashlib.sha256(f"{type(network).__qualname__} {network}".encode())
+    for name, value in network.state_dict().items():
+        told.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        told.update(_bytes(value))
+    return told
+
+
+def _bytes(values: Tensor) -> Any:
+    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

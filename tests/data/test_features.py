@@ -1,0 +1,306 @@
+"""Features of a frozen backbone in place of images."""
+
+import threading
+import time
+
+import lightning.pytorch as L
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from lightning_fcl import FederatedStrategy, FederatedStream, RidgeClassifier
+from lightning_fcl.cli.main import main
+from lightning_fcl.data.features import embedded
+from lightning_fcl.data.own import samples_of
+from lightning_fcl.data.partition import IID, Dirichlet
+from lightning_fcl.data.samples import PublicData
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
+from lightning_fcl.data.split import Split
+from lightning_fcl.models.backbone import FrozenBackbone
+
+FIRST = 16  # images that are embedded to compare them with what was kept
+
+
+class Counted(FrozenBackbone):
+    """A small backbone that counts the images it has embedded."""
+
+    def __init__(self, seed=0, size=8, seconds=0.0):
+        generator = torch.Generator().manual_seed(seed)
+        convolution = nn.Conv2d(3, 6, 3, stride=2, bias=False)
+        convolution.weight.data = torch.randn(convolution.weight.shape, generator=generator)
+        super().__init__(nn.Sequential(convolution, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), size)
+        self.count, self.fails, self.seconds = 0, None, seconds
+
+    def embed(self, x):
+        self.count += len(x)
+        time.sleep(self.seconds)
+        if self.fails is not None and self.count > self.fails:
+            raise RuntimeError("cut off")
+        return super().embed(x)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "features"
+
+
+@pytest.fixture
+def images():
+    """100 images of bytes, and their classes."""
+    rng = np.random.default_rng(0)
+    return rng.integers(256, size=(100, 3, 8, 8), dtype=np.uint8), np.arange(100) % 4
+
+
+def prepared(x, y, features, **kwargs):
+    kwargs = {"scenario": ClassIncremental(2), "seed": 0} | kwargs
+    stream = FederatedStream.from_arrays(x, y, features=features, **kwargs)
+    stream.setup("fit")
+    return stream
+
+
+def test_features_are_those_of_stored_pixels_and_all_else_stays(images):
+    x, y = images
+    scale = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.2)}  # which are the backbone's own affair
+    stream = prepared(x, y, backbone := Counted(), **scale)
+    plain = prepared(x, y, None, **scale)
+    rows = np.array([5, 99, 0])
+    features, labels = stream.take(rows)
+    torch.testing.assert_close(features, backbone.embed(torch.from_numpy(x[rows]) / 255))
+    assert labels.tolist() == plain.take(rows)[1].tolist() and stream.classes == plain.classes
+    for client, own in plain.plan.train[1].items():
+        assert np.array_equal(stream.plan.train[1][client], own)
+    tested = torch.cat([batch for batch, _ in stream.test_dataloader()])
+    assert torch.equal(tested, stream.take(stream.plan.test)[0])
+
+
+def test_each_image_is_embedded_once_whatever_is_made_of_them(images, cache):
+    backbone = Counted()
+    first = prepared(*images, backbone)
+    assert backbone.count == FIRST + 100
+    others = [
+        {"scenario": ClassIncremental(4)},
+        {"partition": Dirichlet(3, 0.5)},
+        {"split": Split(test=0.5), "seed": 9},
+    ]
+    for other in others:
+        assert torch.equal(prepared(*images, Counted(), **other).samples.x, first.samples.x)
+    backbone.count = 0
+    prepared(*images, backbone)
+    assert backbone.count == FIRST and len(list(cache.iterdir())) == 1
+
+
+def test_other_images_or_another_backbone_have_features_of_their_own(images, cache):
+    x, y = images
+    changed = x.copy()
+    changed[99, 2, 7, 7] ^= 1
+    cases = [(x, Counted()), (changed, Counted()), (x[::-1].copy(), Counted()), (x, Counted(1)), (x, Counted(size=7))]
+    kept = [prepared(pixels, y, backbone).samples.x for pixels, backbone in cases]
+    assert len(list(cache.iterdir())) == 5
+    for (pixels, backbone), features in zip(cases, kept, strict=True):
+        torch.testing.assert_close(features, backbone.embed(torch.from_numpy(pixels) / 255))
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "code"])
+def test_what_was_kept_is_compared_before_it_is_used(images, cache, damage, monkeypatch):
+    expected = prepared(*images, Counted()).samples.x.clone()
+    (file,) = cache.iterdir()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= damage == "bit"
+    file.write_bytes(content[: len(content) - (damage == "cut")])
+    if damage == "code":  # the same weights and layers, which now do something else
+        monkeypatch.setattr(Counted, "embed", lambda self, x: 2 * FrozenBackbone.embed(self, x))
+        expected = 2 * expected
+    assert torch.equal(prepared(*images, Counted()).samples.x, expected)
+
+
+def test_what_is_changed_in_memory_changes_no_file(images, cache):
+    stream = prepared(*images, Counted())
+    (file,) = cache.iterdir()
+    before = file.read_bytes()
+    stream.samples.x.zero_()
+    assert file.read_bytes() == before
+
+
+def test_what_is_cut_off_leaves_nothing(images, cache):
+    backbone = Counted()
+    backbone.fails = 60
+    with pytest.raises(RuntimeError, match="cut off"):
+        prepared(*images, backbone)
+    assert list(cache.iterdir()) == []
+    backbone.fails = None
+    assert len(prepared(*images, backbone).samples) == 100
+
+
+def test_of_several_at_once_one_embeds(images):
+    samples = FederatedStream.from_arrays(*images).data
+    backbones = [Counted(seconds=0.01) for _ in range(3)]
+    threads = [threading.Thread(target=embedded, args=(samples, backbone)) for backbone in backbones]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(backbone.count for backbone in backbones) == [FIRST, FIRST, FIRST + 100]
+
+
+class Augmented(Dataset):
+    """Images with noise that is drawn anew each time."""
+
+    def __init__(self, images, classes):
+        self.images, self.classes = images, classes
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        image = torch.from_numpy(self.images[index]) / 255
+        return (image + 0.01 * torch.randn(image.shape)).clamp(0, 1), int(self.classes[index])
+
+
+def test_what_a_data_set_draws_is_drawn_once(images):
+    x, y = images
+    clients = {name: Augmented(x[part::2], y[part::2]) for part, name in enumerate("ab")}
+    streams = []
+    for backbone in (Counted(), Counted()):
+        torch.manual_seed(backbone.count)
+        streams.append(FederatedStream(clients, ClassIncremental(2), features=backbone, seed=len(streams)))
+        streams[-1].setup("fit")
+        assert backbone.count == (FIRST + 100 if len(streams) == 1 else FIRST)
+    assert torch.equal(streams[0].samples.x, streams[1].samples.x)
+    assert streams[0].plan.clients == ("a", "b") and not streams[0].samples.draws
+
+
+class Photographs(L.LightningDataModule):
+    """Dicts become pairs, by the loaders' own `collate_fn`."""
+
+    def __init__(self, images, classes):
+        super().__init__()
+        self.parts = [Augmented(images[:50], classes[:50]), Augmented(images[50:], classes[50:])]
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(self.parts[0], 10, shuffle=True, collate_fn=self.collate, num_workers=1)
+
+    def test_dataloader(self):
+        return torch.utils.data.DataLoader(self.parts[1], 10, collate_fn=self.collate)
+
+    def collate(self, items):
+        return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
+
+
+def test_a_data_module_s_loaders_read_images_and_give_features(images):
+    stream = FederatedStream(Photographs(*images), ClassIncremental(2), features=Counted(), num_workers=0)
+    stream.setup("fit")
+    assert stream.batch_size == 10 and len(stream.plan.test) == 50
+    assert [tuple(x.shape) for x, _ in stream.test_dataloader()] == [(10, 6)] * 5
+
+
+def test_a_data_module_that_changes_batches_is_refused(images):
+    class Normalises(Photographs):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [(batch[0] - 0.5) / 0.2, batch[1]]
+
+    stream = FederatedStream(Normalises(*images), ClassIncremental(2), features=Counted())
+    with pytest.raises(ValueError, match="no `on_after_batch_transfer` of Normalises with `features`"):
+        stream.setup("fit")
+
+
+@pytest.mark.parametrize("clients", [1, 5])
+def test_ridge_regression_on_features_is_that_of_a_network_on_images(clients):
+    """Whether a backbone's features were made beforehand, or are made of each batch."""
+    solved = []
+    for features in (None, Counted()):
+        torch.manual_seed(0)
+        stream = FederatedStream("digits", ClassIncremental(2), IID(clients), seed=0, features=features)
+        task = RidgeClassifier(Counted(), 10, beta=0.1)
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        trainer = L.Trainer(strategy=FederatedStrategy(), enable_model_summary=False, **quiet)
+        trainer.fit(task, datamodule=stream)
+        solved.append(task.readout)
+    assert solved[0].n == solved[1].n
+    torch.testing.assert_close(solved[0].B, solved[1].B, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(solved[0].weight, solved[1].weight, rtol=1e-2, atol=1e-3)
+
+
+def test_what_has_no_images_or_no_backbone_is_refused(images):
+    x, y = images
+    with pytest.raises(ValueError, match="a module with `embed\\(x\\)`, but got a `Linear`"):
+        prepared(x, y, nn.Linear(2, 2))
+    without = FederatedStream(
+        TensorDataset(torch.rand(9, 3, 8, 8)), Stationary(1), IID(1), classes=(), features=Counted()
+    )
+    with pytest.raises(ValueError, match="images and their classes for `features`"):
+        without.setup("fit")
+    with pytest.raises(ValueError, match=r'pixels from 0 to 1, .*`normalize="none"`'):
+        prepared((x / 255 - 0.5).astype(np.float32), y, Counted())
+
+
+@pytest.mark.data
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("data", "samples"),
+    [
+        (PublicData("lfw", options={"normalize": "none"}), 2053),
+        (PublicData("orl", options={"normalize": "none", "size": None}), 400),
+        ("tinyimagenet", 17000),
+        ("digits", 1797),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_the_images_of_loaders_become_features(data, samples, data_folder):
+    stream, backbone = FederatedStream(data, ClassIncremental(1), features=Counted()), Counted()
+    stream.setup("fit")
+    assert stream.samples.x.shape == (samples, 6)
+    raw = samples_of(data)
+    x = raw.x[-3:] / 255 if raw.x.dtype == torch.uint8 else raw.x[-3:]
+    torch.testing.assert_close(stream.samples.x[-3:], backbone.embed(x), rtol=1e-3, atol=1e-4)
+
+
+def write_recipe(folder):
+    """A recipe of the digits, by features of images of four times their size."""
+    backbone = "{class_path: lightning_fcl.models.frozen_backbone, init_args: {size: 32}}"
+    (folder / "recipe.yaml").write_text(
+        f"trainer: {{accelerator: cpu, strategy: federated}}\n"
+        f"model: {{class_path: RidgeClassifier, init_args: {{num_classes: 10, model: {backbone}}}}}\n"
+        f"data: {{data: digits, scenario: {{class_path: ClassIncremental, init_args: {{experiences: 2}}}}, "
+        f"features: {backbone}}}\n"
+    )
+    return str(folder / "recipe.yaml")
+
+
+@pytest.mark.seconds
+def test_what_needs_no_features_makes_none(tmp_path, cache, capsys):
+    recipe = write_recipe(tmp_path)
+    main(["data", "show", recipe])
+    main(["device-report", recipe])
+    assert "A sample is 1 x 8 x 8;" in capsys.readouterr().out
+    assert not cache.exists()
+
+
+@pytest.mark.seconds
+def test_a_recipe_names_its_backbone_and_a_command_deletes_its_features(tmp_path, cache, capsys):
+    main(["fit", write_recipe(tmp_path), "--out", str(tmp_path / "run")])
+    (kept,) = cache.iterdir()
+    size = 4 * 1797 * 1280 + 32
+    assert kept.stat().st_size == size
+    capsys.readouterr()
+    main(["data", "clear-features"])
+    assert capsys.readouterr().out == f"deleted the features of 1 sets of images, {size:,} bytes\n"
+    main(["data", "clear-features"])
+    assert list(cache.iterdir()) == [] and "of 0 sets" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_on_features_is_exported_as_a_file_that_takes_images(tmp_path, capsys):
+    main(["fit", write_recipe(tmp_path), "--out", str(tmp_path / "run")])
+    main(["export", str(tmp_path / "run"), "--int8"])
+    plain, small = (tmp_path / "run" / "export" / f"classifier{kind}.onnx" for kind in ("", "-int8"))
+    assert small.stat().st_size < 0.35 * plain.stat().st_size
+    session = onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape[1:] == [1, 8, 8]
+    digits = samples_of("digits")
+    predicted = session.run(None, {"input": digits.x.numpy()})[0].argmax(axis=1)
+    assert (predicted == digits.targets).mean() > 0.7
+    assert "% of 100 predictions as PyTorch's" in capsys.readouterr().out
