@@ -122,7 +122,7 @@ class StepTrainer:
             params = {name: p.detach()[rows].requires_grad_() for name, p in params.items()}
             rest, given = apply_to_collection((rest, given), Tensor, lambda value: value[rows])
         self._gives = True
-        with explained(self._client_rounds[int(rows[0])]):
+        with explained(self._client_rounds, int(rows[0])):
             try:
                 losses, values = vmap(partial(self._client, batch_idx), randomness=self._randomness)(
                     params, rest, *given, batch
