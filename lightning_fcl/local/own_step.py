@@ -117,16 +117,16 @@ class StepTrainer:
         clients = self._clients
         whole = len(rows) == clients.number  # in their order
         params: dict[str, Tensor] = dict(clients.params)
-        rest, given = clients.rest, (keys, known)
+        rest = clients.rest
         if not whole:
             params = {name: p.detach()[rows].requires_grad_() for name, p in params.items()}
-            rest, given = apply_to_collection((rest, given), Tensor, lambda value: value[rows])
+            rest, keys = {name: value[rows] for name, value in rest.items()}, keys[rows]
+            known = apply_to_collection(known, Tensor, lambda value: value[rows]) if known else known
         self._gives = True
+        together = vmap(partial(self._client, batch_idx), randomness=self._randomness)
         with explained(self._client_rounds, int(rows[0])):
             try:
-                losses, values = vmap(partial(self._client, batch_idx), randomness=self._randomness)(
-                    params, rest, *given, batch
-                )
+                losses, values = together(params, rest, keys, known, batch)
             except Exception as error:
                 error.add_note(
                     "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "

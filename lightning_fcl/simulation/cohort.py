@@ -207,7 +207,10 @@ def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int
     for names in cohorts:
         samples = np.array([len(rows_of[name]) for name in names], dtype=np.int64)
         parts = ClientRounds(round, names, samples, part_of)
-        epochs = np.array([epochs_in if isinstance(epochs_in, int) else epochs_in(part) for part in parts])
+        if isinstance(epochs_in, int):
+            epochs = np.full(len(names), epochs_in)
+        else:
+            epochs = np.array([epochs_in(part) for part in parts])
         remembered = None if rehearsed is None else np.array([number_of(rehearsed(part)) for part in parts])
         keys = order_keys(federation.seed, names, round)
         index, lengths = plan_cohort(samples, epochs, batching, keys, remembered)
