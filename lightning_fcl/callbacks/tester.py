@@ -151,7 +151,7 @@ class Tester:
         """Correct predictions of each group, by all ranks together, and predictions for each sample."""
         counts, steps = torch.zeros(self.groups, dtype=torch.long, device=module.device), 1
         for output, label, where in self._outputs(module, ranks.number, ranks.rank):
-            prediction = _predicted(output)
+            prediction = predicted(output)
             if prediction.dim() > 1:
                 steps = prediction.shape[1]
                 label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
@@ -173,7 +173,7 @@ class Tester:
         return values
 
 
-def _predicted(outputs: Tensor) -> Tensor:
+def predicted(outputs: Tensor) -> Tensor:
     """The class of the largest output of each sample, by NumPy on a CPU: torch takes ten times as long."""
     if outputs.dtype is torch.float32 and outputs.device.type == "cpu":
         return torch.from_numpy(outputs.numpy().argmax(axis=-1))
