@@ -60,6 +60,7 @@ class SequentialTrainer:
         self._keep_optimizer, self._seed = keep_optimizer, seed
         self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
         self._clients: list[Client] = []  # the client that trains now, as each method sees it
+        self._losses: list[Tensor] = []  # of the client's steps
         self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
         # Whether anybody's code runs with the backward pass, and may draw.
         hooks = ("on_before_backward", "backward", "on_after_backward")
