@@ -307,3 +307,13 @@ class Fixed(Reduction):
 
     name = "fixed"
     down = up = False
+
+
+REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
+    "avg": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
+    "sum": lambda numbers, sizes: numbers.sum(),
+    "min": lambda numbers, sizes: numbers.amin(),
+    "max": lambda numbers, sizes: numbers.amax(),
+}
+"""How Lightning reduces numbers that are logged, by them and the sizes of their batches, both of shape (batches,)."""

@@ -18,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.protocol import Vectorizable
+from lightning_fcl.federation.reductions import REDUCED
 
 METRIC = (
     "its step updates a torchmetrics object that is no part of the module, or goes by its value; one that is an "
@@ -183,12 +184,9 @@ class Recorder:
             values = torch.cat(parts)
             if not line.name and self._counts is not None:
                 self._counts.count_loss(values.sum(), sum(sizes))
-            elif line.reduction == "mean":
-                weights = torch.tensor(sizes, device=values.device)
-                mean = (values * weights).sum() / weights.sum()
-                self._module.log(line.name, mean, **line.flags, batch_size=sum(sizes))
             else:
-                self._module.log(line.name, _AMONG[line.reduction](values), **line.flags, batch_size=sum(sizes))
+                value = REDUCED[line.reduction](values, torch.tensor(sizes, device=values.device))
+                self._module.log(line.name, value, **line.flags, batch_size=sum(sizes))
         for name, line in measured.items():
             metric = self._metrics[line.flags["metric_attribute"]]
             if isinstance(metric, Metric):  # none else is logged
@@ -204,6 +202,3 @@ class Recorder:
 
 def _refuse_value(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(METRIC)
-
-
-_AMONG: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
