@@ -201,7 +201,7 @@ def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int
     alone = all(len(names) == 1 for names in cohorts)
     if alone:  # several are planned at once all the same
         every = [name for (name,) in cohorts]
-        step = max(1, _PLANNED // max(1, *(len(rows_of[name]) for name in every)))
+        step = max(1, _PLANNED // max([1, *(len(rows_of[name]) for name in every)]))
         cohorts = [every[start : start + step] for start in range(0, len(every), step)]
     found: list[Cohort] = []
     for names in cohorts:

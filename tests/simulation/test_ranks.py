@@ -181,6 +181,15 @@ class Odd(nn.Linear):
 
 
 @pytest.mark.seconds
+def test_a_rank_without_clients_waits_for_the_others(ranks, make_task, make_stream):
+    found = []
+    for number in (1, 3):
+        swarm = Swarm(leaves={"1": 1})
+        found.append(ranks(number, make_task(), make_stream(clients=3), cohort_size=1, swarm=swarm)[:2])
+    assert found[0] == found[1]
+
+
+@pytest.mark.seconds
 def test_odd_states(ranks, make_task, make_stream):
     found = []
     for number in (1, 2, 3):
