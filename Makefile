@@ -86,6 +86,7 @@ zoo: .venv/ready ## the networks of zoo/models.yaml, trained by their recipes an
 benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run
 	$(BIN)/python benchmarks/round_overhead.py
 	$(BIN)/python benchmarks/any_module.py
+	$(BIN)/python benchmarks/round_memory.py
 	$(BIN)/python benchmarks/reservoir.py --out runs/benchmarks
 	$(BIN)/python benchmarks/projection.py
 	$(BIN)/python benchmarks/attention_step.py

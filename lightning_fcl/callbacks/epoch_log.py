@@ -13,16 +13,9 @@ from torchmetrics import Metric
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.federation.reductions import REDUCED
 
 _SHOWN = ("prog_bar", "logger")
-# Of numbers and the sizes of their batches, both of shape (batches,).
-_REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
-    "avg": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
-    "sum": lambda numbers, sizes: numbers.sum(),
-    "min": lambda numbers, sizes: numbers.amin(),
-    "max": lambda numbers, sizes: numbers.amax(),
-}
 
 
 class EpochLog:
@@ -162,4 +155,4 @@ def _one_number(name: str, value: Any) -> Tensor:
 def _reduced(numbers: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
     """Numbers and the sizes of their batches as Lightning reduces them."""
     values, sizes = zip(*numbers, strict=True)
-    return _REDUCED[reduction](torch.stack([value.cpu().double() for value in values]), torch.tensor(sizes))
+    return REDUCED[reduction](torch.stack([value.cpu().double() for value in values]), torch.tensor(sizes))

@@ -151,7 +151,7 @@ class Tester:
         """Correct predictions of each group, by all ranks together, and predictions for each sample."""
         counts, steps = torch.zeros(self.groups, dtype=torch.long, device=module.device), 1
         for output, label, where in self._outputs(module, ranks.number, ranks.rank):
-            prediction = output.argmax(dim=-1)
+            prediction = predicted(output)
             if prediction.dim() > 1:
                 steps = prediction.shape[1]
                 label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
@@ -171,6 +171,13 @@ class Tester:
             for name, metric in module.measures().items():
                 values[name][part_name(part)] = _measure(metric, outputs[rows], targets[rows]) if rows.any() else None
         return values
+
+
+def predicted(outputs: Tensor) -> Tensor:
+    """The class of the largest output of each sample, by NumPy on a CPU: torch takes ten times as long."""
+    if outputs.dtype is torch.float32 and outputs.device.type == "cpu":
+        return torch.from_numpy(outputs.numpy().argmax(axis=-1))
+    return outputs.argmax(dim=-1)
 
 
 def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:

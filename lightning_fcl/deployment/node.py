@@ -38,7 +38,7 @@ from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.server import FederatedServer
-from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def train_client(
 
     number = int(head["round"])
     parts.strategy.cohort_size = 1
-    parts.strategy.new_round = lambda federation: Round(federation, [Cohort(federation, [client], number)], work)
+    parts.strategy.new_round = lambda federation: Round(federation, planned(federation, [[client]], number), work)
     trainer = L.Trainer(
         strategy=parts.strategy,
         callbacks=parts.callbacks,

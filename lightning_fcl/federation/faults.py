@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Mapping, Sequence
 
@@ -29,7 +30,7 @@ def find_faults(
         if (reductions[name].up or reductions[name].own) and (value.is_floating_point() or value.is_complex())
     }
     # A sum that is finite has finite terms; only where one is not must every number be looked at.
-    if all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
+    if all(cmath.isfinite(value.sum().item()) for value in numbers.values()):
         return {}, []
     begun = {n: torch.isfinite(start[n]) for n, v in numbers.items() if start[n].shape == v.shape[1:]}
     odd = [name for name, sound in begun.items() if reductions[name].up and not sound.all()]

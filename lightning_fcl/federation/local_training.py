@@ -96,14 +96,6 @@ class LocalTrainer(Protocol):
 
 
 @runtime_checkable
-class TakesGradients(Protocol):
-    """A local trainer that tells its clients' gradients, stacked, in place of a backward pass through the loss."""
-
-    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """Those of the step whose loss is given, of all that `LocalTrainer.optimizer` steps, in its order."""
-
-
-@runtime_checkable
 class BringsLocalTrainer(Speaks, Protocol):
     """A module whose clients train in a way of their own."""
 

@@ -55,7 +55,10 @@ class Accumulator(Protocol):
         """Take in some clients' uploads, of shape (clients, ...), which are their own tensors: copy what is kept."""
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        """The new server values, from those at the start of the round, when all uploads have come: at least one."""
+        """The new server values, from those at the start of the round, when all uploads have come: at least one.
+
+        It is asked for once.
+        """
 
 
 @runtime_checkable
@@ -191,9 +194,11 @@ class WeightedMean:
     def result(self, server: Mapping[str, Tensor]) -> State:
         if any(name in self._sums.by_name for name in self._cohort):
             self._add_last_cohort()
-        weight = math.fsum(self._weights)
-        means = {name: exact.mean(weight, server[name]) for name, exact in self._sums.by_name.items()}
-        means |= {name: round_to(value / weight + 0.0, server[name].dtype) for name, value in self._cohort.items()}
+        weight, sums = math.fsum(self._weights), self._sums.by_name
+        means = {n: round_to(value / weight + 0.0, server[n].dtype) for n, value in self._cohort.items()}
+        while sums:  # each makes room for the next one's mean
+            name, exact = sums.popitem()
+            means[name] = exact.mean(weight, server[name])
         return {name: mean.to(server[name].device) for name, mean in means.items()}
 
 
@@ -302,3 +307,13 @@ class Fixed(Reduction):
 
     name = "fixed"
     down = up = False
+
+
+REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
+    "avg": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
+    "sum": lambda numbers, sizes: numbers.sum(),
+    "min": lambda numbers, sizes: numbers.amin(),
+    "max": lambda numbers, sizes: numbers.amax(),
+}
+"""How Lightning reduces numbers that are logged, by them and the sizes of their batches, both of shape (batches,)."""

@@ -40,14 +40,15 @@ class Names:
 
     def changes(self) -> Iterator[Change]:
         """What has been set, set anew or deleted."""
-        for name in (self.values.keys() | self.saved.keys()) - self.ignored:
-            value, before = self.values.get(name, _GONE), self.saved.get(name, _GONE)
-            if value is not before:
-                shown = value if self.attributes else before
-                put = partial(self._put, name)
-                yield Change(
-                    f"{self.prefix}{name}", partial(put, before), partial(put, shown), partial(self._is, name, shown)
-                )
+        saved, ignored = self.saved, self.ignored
+        changed = [n for n, value in self.values.items() if saved.get(n, _GONE) is not value and n not in ignored]
+        for name in [*changed, *(saved.keys() - self.values.keys())]:
+            value, before = self.values.get(name, _GONE), saved.get(name, _GONE)
+            shown = value if self.attributes else before
+            put = partial(self._put, name)
+            yield Change(
+                f"{self.prefix}{name}", partial(put, before), partial(put, shown), partial(self._is, name, shown)
+            )
 
     def accept(self) -> None:
         """Take what is there now."""

@@ -60,16 +60,17 @@ class LocalSteps:
         self._batches = self._steps = 0
         self._sums.clear()
         if self._start is None:
-            self._start = copy.deepcopy(([*map(group_values, optimizers)], self._schedules()))
+            self._start = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
             self._stepped_before = False
         else:
             self._stepped_before |= self._schedules() != self._start[1]
-            self._go_back(optimizers, *copy.deepcopy(self._start))
+            groups, schedules = self._start
+            self._go_back(optimizers, _copied(groups), copy.deepcopy(schedules))
 
     def end_schedules(self, optimizer: Optimizer) -> None:
         """These clients' last step is done: back to the start of the schedules, before those by round step."""
         if self._start is not None:
-            groups, schedules = copy.deepcopy(self._start)
+            groups, schedules = _copied(self._start[0]), copy.deepcopy(self._start[1])
             self._go_back([optimizer], [_with_rates(group_values(optimizer), groups[0])], schedules)
 
     def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True) -> None:
@@ -161,6 +162,14 @@ class LocalSteps:
                     self._step(config.scheduler)
         if in_use is not optimizer:
             set_group_values(in_use, group_values(optimizer))
+
+
+def _copied(groups: Sequence[Groups]) -> list[Groups]:
+    """Copies of optimizers' groups, most of whose values are numbers."""
+    return [
+        [{n: v if isinstance(v, float | int | None) else copy.deepcopy(v) for n, v in group.items()} for group in own]
+        for own in groups
+    ]
 
 
 def _with_rates(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> Groups:

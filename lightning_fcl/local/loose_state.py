@@ -66,7 +66,6 @@ class LooseState:
     ) -> None:
         self.unknown: list[str] = []  # names of what cannot be looked into
         self._parts: list[Names | Content] = []
-        self._networks: list[nn.Module] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._learn: list[tuple[Tensor, bool]] = []
         self._left: list[Change] = []
@@ -135,7 +134,8 @@ class LooseState:
 
     def _put_back_flags(self) -> None:
         for module, training in self._modes:
-            module.training = training
+            if module.training is not training:
+                module.training = training
         self._put_back_learning()
 
     def _put_back_learning(self) -> None:
@@ -144,10 +144,9 @@ class LooseState:
                 parameter.requires_grad_(learns)
 
     def _clear_gradients(self) -> None:
-        for network in self._networks:
-            network.zero_grad()
-        for leaf in self._leaves:
-            leaf.grad = None
+        for leaf in (*(parameter for parameter, _ in self._learn), *self._leaves):
+            if leaf.grad is not None:
+                leaf.grad = None
 
     def _gathering(self) -> dict[int, Content]:
         return {id(part.value): part for part in self._parts if isinstance(part, Content) and part.gathered}
@@ -168,7 +167,6 @@ class LooseState:
                 todo += self._value(name, value, kind)
 
     def _network(self, name: str, network: nn.Module) -> list[tuple[str, Any]]:
-        self._networks.append(network)
         found: list[tuple[str, Any]] = []
         for path, part in network.named_modules(prefix=name):
             self._seen.add(id(part))

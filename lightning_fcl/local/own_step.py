@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,28 +25,22 @@ from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.recorded import Line, Measured, Recorder
 from lightning_fcl.local.sequential import explained
-from lightning_fcl.local.stacked import StackedClients
+from lightning_fcl.local.stacked import StackedTrainer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.step import is_labelled, without_call
 
 
-class StepTrainer:
+class StepTrainer(StackedTrainer):
     """Trains several clients' copies of one module, stacked, by the module's own `training_step` under `vmap`.
 
     Batches are never padded: in a step, clients whose batches have one shape go together, one such group after the
     other, all of them to one gradient and one step of the optimizer. What the step logs is logged once for all.
 
     Args:
-        module: The module; its own parameters are not touched.
-        methods: The methods of its Trainer.
-        optimizer: The module's optimizer: its class and options are those of the stacked one.
-        clients_at_once: How many clients train side by side.
-        seed: Seed of what layers draw, and methods recall.
+        module: As for `StackedTrainer`, and so are the others.
         randomness: What random layers do that draw by no key: see `torch.func.vmap`.
     """
-
-    stacked = True
 
     def __init__(
         self,
@@ -57,20 +51,15 @@ class StepTrainer:
         seed: int,
         randomness: str = "different",
     ) -> None:
-        self.clients_at_once = clients_at_once
+        super().__init__(module, methods, optimizer, clients_at_once, seed)
         self.recorder = Recorder(module)
         self.losses = torch.zeros(0)  # of the step at hand, shape (clients,)
         self.logged: list[tuple[Sequence[Line | Measured], Sequence[Any]]] = []  # in it, group by group
-        self._module, self._template, self._randomness = module, optimizer, randomness
+        self._template, self._randomness = optimizer, randomness
         self._step = _OwnStep(module)
-        self._clients = StackedClients(module, methods, optimizer, seed)
         self._leaves: list[tuple[Tensor, list[Tensor]]] = []  # each group's rows and parameters
         self._called: tuple[Any, Tensor] | None = None
         self._gives = True  # whether the step returns a loss
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        return self._clients.optimizer
 
     def begin(
         self,
@@ -79,8 +68,8 @@ class StepTrainer:
         memories: Sequence[Sequence[Memory]],
         optimizers: Sequence[Memory],
     ) -> None:
+        super().begin(clients, states, memories, optimizers)
         self._client_rounds = clients
-        self._clients.begin(clients, states, memories)
         schedules = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
         self._loose = LooseState(self._module, [self._template], schedules)
         self._modes = self._trains()
@@ -117,16 +106,16 @@ class StepTrainer:
         clients = self._clients
         whole = len(rows) == clients.number  # in their order
         params: dict[str, Tensor] = dict(clients.params)
-        rest, given = clients.rest, (keys, known)
+        rest = clients.rest
         if not whole:
             params = {name: p.detach()[rows].requires_grad_() for name, p in params.items()}
-            rest, given = apply_to_collection((rest, given), Tensor, lambda value: value[rows])
+            rest, keys = {name: value[rows] for name, value in rest.items()}, keys[rows]
+            known = apply_to_collection(known, Tensor, lambda value: value[rows]) if known else known
         self._gives = True
-        with explained(self._client_rounds[int(rows[0])]):
+        together = vmap(partial(self._client, batch_idx), randomness=self._randomness)
+        with explained(self._client_rounds, int(rows[0])):
             try:
-                losses, values = vmap(partial(self._client, batch_idx), randomness=self._randomness)(
-                    params, rest, *given, batch
-                )
+                losses, values = together(params, rest, keys, known, batch)
             except Exception as error:
                 error.add_note(
                     "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
@@ -187,7 +176,6 @@ class StepTrainer:
             self._called = args[0], output
 
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """The clients' gradients, stacked, in the optimizer's order."""
         return self._clients.in_order([gradient for _, gradient in self.of_params(loss)])
 
     def of_params(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
@@ -217,9 +205,6 @@ class StepTrainer:
         """The mode of each of the module's parts."""
         return {name: part.training for name, part in self._module.named_modules()}
 
-    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        return self._clients.optimizer_step(step, active)
-
     def finish(self) -> Trained:
         """The clients' states.
 
@@ -234,7 +219,7 @@ class StepTrainer:
                 f"round {self._client_rounds[0].round} it has changed {quoted(changed)}. Set `cohort_size=1`."
             )
         self._leaves = []
-        return self._clients.finish()
+        return super().finish()
 
 
 class _OwnStep(nn.Module):

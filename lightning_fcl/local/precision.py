@@ -10,7 +10,8 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.federation.local_training import LocalTrainer, TakesGradients
+from lightning_fcl.federation.local_training import LocalTrainer
+from lightning_fcl.local.stacked import StackedTrainer
 
 
 class StackedPrecision(Precision):
@@ -26,8 +27,8 @@ class StackedPrecision(Precision):
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Take the gradients: of a single client as always, of several as their trainer tells them."""
-        trainer: object = self._trainer()
-        if not isinstance(trainer, TakesGradients):
+        trainer = self._trainer()
+        if not isinstance(trainer, StackedTrainer):
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
         for parameter, gradient in zip(self.main_params(optimizer), trainer.gradients(tensor), strict=True):
@@ -35,8 +36,8 @@ class StackedPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip each client's gradient by its own norm."""
-        trainer: object = self._trainer()
-        if not isinstance(trainer, TakesGradients):
+        trainer = self._trainer()
+        if not isinstance(trainer, StackedTrainer):
             super().clip_grad_by_norm(optimizer, clip_val)
             return
         gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]

@@ -18,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.protocol import Vectorizable
+from lightning_fcl.federation.reductions import REDUCED
 
 METRIC = (
     "its step updates a torchmetrics object that is no part of the module, or goes by its value; one that is an "
@@ -90,15 +91,11 @@ class Recorder:
         parts = dict(module.named_modules())
         self._metrics = {name: part for name, part in parts.items() if isinstance(part, Metric | MetricCollection)}
         self._batch: Batch = None
-
-    @contextmanager
-    def recording(self, batch: Batch) -> Iterator[None]:
-        """Record what a step on a batch logs, and forget what others have."""
-        self.lines, self.values, self._batch = [], [], batch
-        own = vars(self._module)
-        stand_ins: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [(own, "log", self._record)]
-        if isinstance(self._module, Vectorizable):
-            stand_ins.append((own, "count_loss", self._count))
+        own = vars(module)
+        self._stand_ins: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [(own, "log", self._record)]
+        self._counts = module if isinstance(module, Vectorizable) else None
+        if self._counts is not None:
+            self._stand_ins.append((own, "count_loss", self._count))
         for name, metric in self._metrics.items():
             for function, stand_in in (
                 ("forward", partial(self._measure, name, True)),
@@ -106,14 +103,19 @@ class Recorder:
                 ("compute", _refuse_value),
                 ("reset", _refuse_value),
             ):
-                stand_ins.append((vars(metric), function, stand_in))
-        before = [own.get(function) for own, function, _ in stand_ins]
-        for own, function, stand_in in stand_ins:
+                self._stand_ins.append((vars(metric), function, stand_in))
+
+    @contextmanager
+    def recording(self, batch: Batch) -> Iterator[None]:
+        """Record what a step on a batch logs, and forget what others have."""
+        self.lines, self.values, self._batch = [], [], batch
+        before = [own.get(function) for own, function, _ in self._stand_ins]
+        for own, function, stand_in in self._stand_ins:
             own[function] = stand_in
         try:
             yield
         finally:
-            for (own, function, _), replaced in zip(stand_ins, before, strict=True):
+            for (own, function, _), replaced in zip(self._stand_ins, before, strict=True):
                 if replaced is None:
                     del own[function]
                 else:
@@ -180,14 +182,11 @@ class Recorder:
                 sizes += [line.size if line.name else line.flags["samples"]] * len(values)
         for line, parts, sizes in found.values():
             values = torch.cat(parts)
-            if not line.name and isinstance(self._module, Vectorizable):
-                self._module.count_loss(values.sum(), sum(sizes))
-            elif line.reduction == "mean":
-                weights = torch.tensor(sizes, device=values.device)
-                mean = (values * weights).sum() / weights.sum()
-                self._module.log(line.name, mean, **line.flags, batch_size=sum(sizes))
+            if not line.name and self._counts is not None:
+                self._counts.count_loss(values.sum(), sum(sizes))
             else:
-                self._module.log(line.name, _AMONG[line.reduction](values), **line.flags, batch_size=sum(sizes))
+                value = REDUCED[line.reduction](values, torch.tensor(sizes, device=values.device))
+                self._module.log(line.name, value, **line.flags, batch_size=sum(sizes))
         for name, line in measured.items():
             metric = self._metrics[line.flags["metric_attribute"]]
             if isinstance(metric, Metric):  # none else is logged
@@ -203,6 +202,3 @@ class Recorder:
 
 def _refuse_value(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(METRIC)
-
-
-_AMONG: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}

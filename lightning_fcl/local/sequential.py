@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import quoted
@@ -58,7 +60,12 @@ class SequentialTrainer:
         self._keep_optimizer, self._seed = keep_optimizer, seed
         self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
         self._clients: list[Client] = []  # the client that trains now, as each method sees it
-        self.random: KeyedRandomness | None = None  # what a step, and its backward pass, draw by
+        self._losses: list[Tensor] = []  # of the client's steps
+        self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
+        # Whether anybody's code runs with the backward pass, and may draw.
+        hooks = ("on_before_backward", "backward", "on_after_backward")
+        around = (module, *callbacks_of(module.trainer))
+        self._watched = any(is_overridden(hook, one) for one in around for hook in hooks)
 
     def begin(
         self,
@@ -67,16 +74,16 @@ class SequentialTrainer:
         memories: Sequence[Sequence[Memory]],
         optimizers: Sequence[Memory],
     ) -> None:
-        client_round, state = clients[0], states[0]
-        self._client_round, self._steps, self._finite = client_round, 0, torch.tensor([True])
+        state = states[0]
+        self._client_rounds, self._steps, self._losses = clients, 0, []
         self._received = set(state)
-        self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
         self._begun = copy.deepcopy([*map(group_values, self._optimizers)]) if self._keep_optimizer else []
         for number, optimizer in enumerate(self._optimizers):
             optimizer.state.clear()
             restore_optimizer(optimizer, section(optimizers[0], str(number)))
         if self._methods:
+            client_round = clients[0]
             self._clients = [
                 client_of(method, self._module, memory, state, client_round)
                 for method, memory in zip(self._methods, memories[0], strict=True)
@@ -87,13 +94,22 @@ class SequentialTrainer:
             driver_of(self._module.trainer).begin(self._clients, recalled)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        self.random = KeyedRandomness(step_keys(self._keys, self._steps)[0].to(self._module.device))
+        self._random = KeyedRandomness(partial(self._key, self._steps))
         self._steps += 1
-        with self.random.drawing(), explained(self._client_round):
+        with self._random.drawing(), explained(self._client_rounds):
             loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
         if isinstance(loss, Tensor):
-            self._finite = self._finite.to(loss.device) & loss.detach().isfinite()
+            self._losses.append(loss.detach())
         return loss
+
+    def _key(self, step: int) -> Tensor:
+        """What random layers draw by in a step."""
+        keys = client_keys(self._seed, self._client_rounds, "layers")
+        return step_keys(keys, step)[0].to(self._module.device)
+
+    def drawing_backward(self) -> AbstractContextManager[None]:
+        """What draws in the backward pass of a step draws by its key, too."""
+        return self._random.drawing() if self._watched or self._random.is_noted else nullcontext()
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         return step()
@@ -103,15 +119,18 @@ class SequentialTrainer:
         own = {name: value.detach() for name, value in entries(self._module).items()}
         if new := [name for name in own if name not in self._received]:
             raise ValueError(
-                f"Expected a module whose state is there before it trains but a step of client "
-                f"{self._client_round.client} has made {quoted(new)}. Make it in `__init__` or in `configure_model`."
+                "Expected a module whose state is there before it trains but a step of client "
+                f"{self._client_rounds[0].client} has made {quoted(new)}. "
+                "Make it in `__init__` or in `configure_model`."
             )
+        losses = torch.cat([loss.flatten() for loss in self._losses or [torch.zeros(1)]])
+        finite = losses.isfinite().all().view(1)
         return Trained(
             {name: value[None] for name, value in own.items()},
             [[client.memory for client in self._clients]],
             own,
             self._kept() if self._keep_optimizer else None,
-            self._finite & driver_of(self._module.trainer).finite if self._methods else self._finite,
+            finite & driver_of(self._module.trainer).finite if self._methods else finite,
         )
 
     def _kept(self) -> Memory:
@@ -121,13 +140,14 @@ class SequentialTrainer:
 
 
 @contextmanager
-def explained(part: ClientRound) -> Iterator[None]:
+def explained(parts: Sequence[ClientRound], row: int = 0) -> Iterator[None]:
     """Say whose batch of one sample it is that batch normalisation cannot train on, and what to do."""
     try:
         yield
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
+        part = parts[row]
         raise ValueError(
             f"Expected batches of at least two samples for batch normalisation but client {part.client} has one "
             f"of a single sample in round {part.round}, of {part.samples} samples. Choose a `batch_size` that "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
@@ -213,6 +215,59 @@ class StackedClients:
         uploads = {name: states[name].detach() for name in self._received if name in states}
         self.optimizer, self.params = None, {}
         return Trained(uploads, self._kept, finite=self.finite)
+
+
+class StackedTrainer(ABC):
+    """Trains several clients' copies of one module, stacked: a `LocalTrainer` but for what a step is.
+
+    Args:
+        module: The module; its own parameters are not touched.
+        methods: The methods of its Trainer.
+        optimizer: The module's optimizer: its class and options are those of the stacked one.
+        clients_at_once: How many clients train side by side.
+        seed: Seed of what layers draw, and methods recall.
+    """
+
+    stacked = True
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        methods: Sequence[Declaration],
+        optimizer: Optimizer,
+        clients_at_once: int,
+        seed: int,
+    ) -> None:
+        self.clients_at_once = clients_at_once
+        self._module = module
+        self._clients = StackedClients(module, methods, optimizer, seed)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._clients.optimizer
+
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        self._clients.begin(clients, states, memories)
+
+    @abstractmethod
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
+        """The sum of the clients' losses."""
+
+    @abstractmethod
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        """The clients' gradients of the step whose loss is given, stacked, in the optimizer's order."""
+
+    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
+        return self._clients.optimizer_step(step, active)
+
+    def finish(self) -> Trained:
+        return self._clients.finish()
 
 
 def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:

@@ -34,7 +34,7 @@ from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.precision import StackedPrecision
 from lightning_fcl.local.recorded import METRIC, Line, Measured, Recorder
 from lightning_fcl.local.sequential import client_keys, step_keys
-from lightning_fcl.local.trial import RANDOM, generators, held, unlike
+from lightning_fcl.local.trial import RANDOM, copy_of, generators, held, samples_of_two, unlike
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.step import is_labelled
@@ -114,8 +114,7 @@ class _Trial:
     """
 
     def __init__(self, module: L.LightningModule, optimizer: Optimizer, batches: Sequence[Batch]) -> None:
-        around = (module.trainer, module.trainer.strategy)  # which may hold processes
-        self._module = copy.deepcopy(module, {id(part): part for part in around})
+        self._module = copy_of(module)
         self._module.trainer = module.trainer  # which no copy has
         self._real, self._batches = optimizer, batches
         twins = dict(zip(map(id, module.parameters()), self._module.parameters(), strict=True))
@@ -288,11 +287,10 @@ def _counting(trainer: L.Trainer) -> Iterator[None]:
 
 def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:
     """A batch of each of two clients, of one shape."""
-    plan = [rows for current in stream.plan.train for rows in itertools.islice(current.values(), 100) if len(rows)]
-    if not plan:
+    if (chosen := samples_of_two(stream, _SAMPLES)) is None:
         raise ValueError("its clients have no samples")
-    own = max((rows[:_SAMPLES] for rows in plan), key=len)
-    for others in (np.resize(plan[-1][::-1], len(own)), own[::-1], own):
+    own, last = chosen
+    for others in (np.resize(last, len(own)), own[::-1], own):
         found = [as_handed(module, stream.take(rows)) for rows in (own, others)]
         if len(alike(found)) == 1:
             return found

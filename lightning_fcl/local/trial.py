@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of, transfer_hook
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.optimizer_state import with_parameters
@@ -114,19 +115,17 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
 
 def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:
     """What goes wrong when a client trains on two samples, vectorised: alone, again, and padded beside another one."""
-    plan = [rows for current in stream.plan.train for rows in itertools.islice(current.values(), 100) if len(rows)]
-    if not plan:
+    if (chosen := samples_of_two(stream, 2)) is None:  # of one sample nothing could be told
         return "no client has samples"
-    own = max((rows[:2] for rows in plan), key=len)  # of one sample nothing could be told
-    others = np.resize(plan[-1][::-1], len(own) + 1)
+    own, last = chosen
+    others = np.resize(last, len(own) + 1)
     with isolate_rng(), torch.enable_grad():
         data = stream.take(np.concatenate([own, others]))
         if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
             return "its batches are not pairs of tensors"
         (x, others_x), (y, others_y) = (part.to(module.device).split([len(own), len(own) + 1]) for part in data)
-        around = (module.trainer, module.trainer.strategy)  # which may hold processes
         try:
-            copied = copy.deepcopy(module, {id(part): part for part in around}).train()
+            copied = copy_of(module).train()
             copied.log = copied.log_dict = _refuse_log  # type: ignore[method-assign]
             begun, drawn, loose = held(copied), generators(), LooseState(copied)
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
@@ -154,6 +153,17 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
     if all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(padded, alone, strict=True)):
         return None
     return "its loss looks at other samples of a batch, and would take padding, or other clients' samples, for some"
+
+
+def samples_of_two(stream: FederatedStream, most: int) -> tuple[IntArray, IntArray] | None:
+    """Up to so many samples of a client, and those of another in another order; None: no client has any."""
+    plan = [rows for current in stream.plan.train for rows in itertools.islice(current.values(), 100) if len(rows)]
+    return (max((rows[:most] for rows in plan), key=len), plan[-1][::-1]) if plan else None
+
+
+def copy_of(module: L.LightningModule) -> L.LightningModule:
+    """A copy of a module, without its Trainer: that may hold processes."""
+    return copy.deepcopy(module, {id(part): part for part in (module.trainer, module.trainer.strategy)})
 
 
 def _refuse_log(*args: object, **kwargs: object) -> NoReturn:

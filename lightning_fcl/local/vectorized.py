@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,32 +14,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.protocol import Vectorizable
-from lightning_fcl.local.stacked import StackedClients
+from lightning_fcl.local.stacked import StackedTrainer
 from lightning_fcl.local.traced import TracedStep, is_traceable
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.random_layers import KeyedRandomness
 
 
-class VectorizedTrainer:
+class VectorizedTrainer(StackedTrainer):
     """Trains several clients' copies of one module, stacked.
 
     The clients' batches are padded where they are unequal, and those that are done stay as they are. It is the same
     training as that of one client after the other, up to the rounding of batched products.
 
     Args:
-        module: The module, which states its loss apart; its own parameters are not touched.
-        methods: The methods of its Trainer.
-        optimizer: The module's optimizer: its class and options are those of the stacked one.
-        clients_at_once: How many clients train side by side.
-        seed: Seed of what methods recall.
+        module: The module, which states its loss apart.
+        methods: As for `StackedTrainer`, and so are the others.
     """
-
-    stacked = True
 
     def __init__(
         self,
@@ -49,26 +41,11 @@ class VectorizedTrainer:
         clients_at_once: int,
         seed: int,
     ) -> None:
-        self.clients_at_once = clients_at_once
-        self._module = module
+        super().__init__(module, methods, optimizer, clients_at_once, seed)
         self._loss = _vectorizable(module)
-        self._clients = StackedClients(module, methods, optimizer, seed)
         self._traceable = is_traceable(module)
         self._traced: dict[tuple[str, ...], TracedStep] = {}  # of the parameters that learn
         self._known: Sequence[Tensor | None] | None = None  # the gradients of the step
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        return self._clients.optimizer
-
-    def begin(
-        self,
-        clients: Sequence[ClientRound],
-        states: Sequence[State],
-        memories: Sequence[Sequence[Memory]],
-        optimizers: Sequence[Memory],
-    ) -> None:
-        self._clients.begin(clients, states, memories)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
         assert weight is not None  # batches are stacked
@@ -89,7 +66,6 @@ class VectorizedTrainer:
         return losses.sum()
 
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """The clients' gradients, stacked, in the optimizer's order."""
         known = self._known
         if known is None:
             # Not `loss.backward()`, which copies each gradient that does not lie in memory as its parameter does.
@@ -165,12 +141,6 @@ class VectorizedTrainer:
             output: Tensor = functional_call(self._module, {**params, **rest}, (x,))
             scale, extra = self._clients.composed(params, rest, known, x, output, y, weight)
         return output, scale, extra
-
-    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        return self._clients.optimizer_step(step, active)
-
-    def finish(self) -> Trained:
-        return self._clients.finish()
 
 
 def _vectorizable(module: nn.Module) -> Vectorizable:

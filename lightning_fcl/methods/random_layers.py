@@ -47,12 +47,12 @@ class KeyedRandomness(TorchFunctionMode):
     ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, by which others draw (timm's ``DropPath``, for example).
     """
 
-    def __init__(self, key: Tensor) -> None:
+    def __init__(self, key: Tensor | Callable[[], Tensor]) -> None:
         super().__init__()
-        self._key = key
+        self._key = key  # what tells it is asked with the first draw, if there is any
         self._stream = 0
         # States of torch's generator: the stream that was at hand with each, and whether this was entered.
-        self._noted = WeakIdKeyDictionary()
+        self._noted: WeakIdKeyDictionary | None = None
 
     def __enter__(self) -> KeyedRandomness:
         _ENTERED.append(self)
@@ -62,6 +62,11 @@ class KeyedRandomness(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _ENTERED.pop()
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether somebody has noted the state of torch's generator in `drawing`, to go back to it."""
+        return self._noted is not None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -74,12 +79,15 @@ class KeyedRandomness(TorchFunctionMode):
 
         def get_rng_state() -> Tensor:
             state = get()
+            if self._noted is None:
+                self._noted = WeakIdKeyDictionary()
             self._noted[state] = self._stream, _is_entered(state)
             return state
 
         def set_rng_state(new_state: Tensor) -> None:
             put(new_state)
-            self._stream, inside = self._noted.get(new_state, (self._stream, None))  # type: ignore[no-untyped-call]
+            noted = {} if self._noted is None else self._noted
+            self._stream, inside = noted.get(new_state, (self._stream, None))
             entered = _is_entered(new_state)
             if inside is True and not entered:
                 super(KeyedRandomness, self).__enter__()  # type: ignore[no-untyped-call]
@@ -108,6 +116,8 @@ class KeyedRandomness(TorchFunctionMode):
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """The numbers of the next call of a random layer."""
         self._stream += 1
+        if not isinstance(self._key, Tensor):
+            self._key = self._key()
         return uniform(self._key, self._stream, shape)
 
     def _kept(self, x: Tensor, p: float, spatial: int = 0) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,50 +26,47 @@ from lightning_fcl.methods.declaration import Declaration, client_of
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
 
+_PLANNED = 100_000
+"""Samples of clients who train one at a time, with padding, whose batches are planned at once."""
+
 
 class Cohort:
     """Some clients of a round that train side by side, and their batches, those with most batches first.
 
     Args:
         federation: The federation.
-        names: The clients.
-        round: The round.
+        clients: The clients.
+        rehearsed: Tells the remembered samples that join those of a client; None: there are none.
+        epochs: Each client's local epochs, shape (clients,).
+        per_epoch: The batches of each of these, shape (clients,).
+        index: The samples in their batches, shape (clients, steps, batch), as `plan_cohort` gives them.
+        lengths: How many there are in each batch, shape (clients, steps).
     """
 
-    def __init__(self, federation: Federation, names: Sequence[str], round: int) -> None:
-        self._stream = stream = federation.stream
+    def __init__(
+        self,
+        federation: Federation,
+        clients: ClientRounds,
+        rehearsed: Callable[[ClientRound], Any] | None,
+        epochs: IntArray,
+        per_epoch: IntArray,
+        index: IntArray,
+        lengths: IntArray,
+    ) -> None:
+        self._stream = federation.stream
         self._seed, self._module = federation.seed, federation.module
         self._every = federation.strategy.local_steps.every  # batches a step
         # Batches of modules' own steps are stacked and never padded: lists of `Alike`.
         self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, StepTrainer)
-        self._rehearsed = rehearsed_by(federation.methods, federation.client_before)
-        epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
-        samples = np.array([len(stream.plan.train[round][name]) for name in names], dtype=np.int64)
-        part_of = partial(stream.client_round, round=round)
-        parts = ClientRounds(round, names, samples, part_of)
-        if isinstance(epochs_in, int):
-            epochs = np.full(len(names), epochs_in)
-        else:
-            epochs = np.array([epochs_in(part) for part in parts])
-        remembered = None if self._rehearsed is None else np.array([number_of(self._rehearsed(part)) for part in parts])
-        batching = federation.strategy.limits.batching(stream)
-        keys = order_keys(self._seed, names, round)
-        index, lengths = plan_cohort(parts.samples, epochs, batching, keys, remembered)
-        steps = np.count_nonzero(lengths, axis=1)
-        if remembered is not None or (steps[1:] > steps[:-1]).any():
-            order = np.argsort(-steps, kind="stable")
-            names, epochs, index, lengths = [names[i] for i in order], epochs[order], index[order], lengths[order]
-            rehearsed = None if remembered is None else remembered[order]
-            parts = ClientRounds(round, names, samples[order], part_of, rehearsed)
-        self.clients = parts
+        self.clients = clients
         self.received: Sequence[State] = ()  # what each has received at the start of the round
         self.step = 0  # of the batch at hand
         self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (clients, batch)
-        self._rows = [stream.plan.train[round][client] for client in names]
-        self._epochs = epochs
-        self._per_epoch = batching.per_epoch(parts.samples)
-        self._index: IntArray = index  # (clients, steps, batch), as `plan_cohort` gives it
-        self._lengths: IntArray = lengths  # (clients, steps)
+        self._rows = [self._stream.plan.train[clients.round][client] for client in clients.clients]
+        self._rehearsed, self._epochs, self._per_epoch = rehearsed, epochs, per_epoch
+        self._index, self._lengths = index, lengths
+        self._active: list[int] = np.count_nonzero(lengths, axis=0).tolist()  # clients with a batch in each step
+        self._widths: list[int] = lengths.max(axis=0).tolist()  # the samples in the largest
         self._read: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -94,7 +91,7 @@ class Cohort:
     @property
     def active(self) -> int:
         """How many clients, from the front, train on the batch at hand."""
-        return self._active(self.step)
+        return self._active[self.step]
 
     def samples(self, row: int) -> Any:
         """The samples of one of the clients, by its number, without the remembered ones."""
@@ -119,7 +116,7 @@ class Cohort:
     def requests(self) -> Iterator[Request]:
         """What is to be read for the batches, one client's after the other's."""
         for step in range(len(self)):
-            for row in range(self._active(step)):
+            for row in range(self._active[step]):
                 chosen = self._chosen(row, step)
                 rows = self._rows[row][chosen[chosen < self.clients.samples[row]]]
                 place = self._epoch(row, step), step
@@ -132,11 +129,10 @@ class Cohort:
             read: What comes for `requests`; None: samples are taken from memory, all at once.
         """
         extra = [[]] * len(self._rows) if self._rehearsed is None else [self._rehearsed(part) for part in self.clients]
-        shares = torch.from_numpy(self._shares())
+        shares = torch.from_numpy(self._shares()) if self._stacked and not self._alike else None
         taken = self._taken(extra) if read is None else self._arriving(read, extra)
         for self.step, batch in enumerate(taken):
-            padded = self._stacked and not self._alike
-            self.weight = shares[:, self.step, : self._width(self.step)] if padded else None
+            self.weight = None if shares is None else shares[:, self.step, : self._widths[self.step]]
             yield batch
 
     def _taken(self, extra: Sequence[Any]) -> Iterator[Any]:
@@ -156,12 +152,12 @@ class Cohort:
                 groups = [(np.flatnonzero(lengths == length), length) for length in np.unique(lengths[lengths > 0])]
                 yield [Alike(torch.from_numpy(own), take(places[own, step, :length])) for own, length in groups]
             else:
-                yield take(places[slice(None) if self._stacked else 0, step, : self._width(step)])
+                yield take(places[slice(None) if self._stacked else 0, step, : self._widths[step]])
 
     def _arriving(self, read: Iterator[Any], extra: Sequence[Any]) -> Iterator[Any]:
         """Batches that are read one by one, perhaps by workers, some ahead."""
         for step in range(len(self)):
-            each = [self._mixed(next(read), extra[row], row, step) for row in range(self._active(step))]
+            each = [self._mixed(next(read), extra[row], row, step) for row in range(self._active[step])]
             if self._alike or not self._stacked:
                 yield alike(each) if self._alike else each[0]
                 continue
@@ -178,17 +174,13 @@ class Cohort:
         chosen: IntArray = self._index[row, step, : self._lengths[row, step]]
         return chosen
 
-    def _active(self, step: int) -> int:
-        return int(np.count_nonzero(self._lengths[:, step]))
-
-    def _width(self, step: int) -> int:
-        return int(self._lengths[:, step].max())
-
     def _epoch(self, row: int, step: int) -> int:
         return int(step // self._per_epoch[row])
 
     def _places(self) -> IntArray:
         """Where the samples are that make up the batches: all clients' own in a row, the remembered ones behind."""
+        if len(self.clients) == 1:
+            return self._index
         sizes, counts = self.clients.samples, self.clients.trained - self.clients.samples
         own = self._index + (sizes.cumsum() - sizes)[:, None, None]
         behind = sizes.sum() + counts.cumsum() - counts - sizes
@@ -198,3 +190,42 @@ class Cohort:
         """The share of each sample in its client's mean, shape (clients, steps, batch), 0 for padding."""
         real = np.arange(self._index.shape[2]) < self._lengths[:, :, None]
         return (real / np.maximum(self._lengths, 1)[:, :, None]).astype(np.float32)
+
+
+def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int) -> list[Cohort]:
+    """The cohorts of some clients of a round, by their names, with the batches that each is to train on."""
+    stream, part_of = federation.stream, partial(federation.stream.client_round, round=round)
+    rows_of = stream.plan.train[round]
+    batching = federation.strategy.limits.batching(stream)
+    rehearsed = rehearsed_by(federation.methods, federation.client_before)
+    epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
+    alone = all(len(names) == 1 for names in cohorts)
+    if alone:  # several are planned at once all the same
+        every = [name for (name,) in cohorts]
+        step = max(1, _PLANNED // max([1, *(len(rows_of[name]) for name in every)]))
+        cohorts = [every[start : start + step] for start in range(0, len(every), step)]
+    found: list[Cohort] = []
+    for names in cohorts:
+        samples = np.array([len(rows_of[name]) for name in names], dtype=np.int64)
+        parts = ClientRounds(round, names, samples, part_of)
+        if isinstance(epochs_in, int):
+            epochs = np.full(len(names), epochs_in)
+        else:
+            epochs = np.array([epochs_in(part) for part in parts])
+        remembered = None if rehearsed is None else np.array([number_of(rehearsed(part)) for part in parts])
+        keys = order_keys(federation.seed, names, round)
+        index, lengths = plan_cohort(samples, epochs, batching, keys, remembered)
+        steps, per_epoch = np.count_nonzero(lengths, axis=1), batching.per_epoch(samples)
+        order = np.argsort(-steps, kind="stable")
+        for rows in np.arange(len(names))[:, None] if alone else [order]:
+            own = lengths[rows, : steps[rows].max()]
+            clients = ClientRounds(
+                round,
+                [names[row] for row in rows],
+                samples[rows],
+                part_of,
+                None if remembered is None else remembered[rows],
+            )
+            batches = index[rows, : own.shape[1], : own.max()]
+            found.append(Cohort(federation, clients, rehearsed, epochs[rows], per_epoch[rows], batches, own))
+    return found

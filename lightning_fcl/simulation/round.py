@@ -61,6 +61,7 @@ class Round:
         self.loose: LooseState | None = before.loose if before is not None else None
         self.steps_before = 0  # the Trainer's, when the round began
         self._work = work
+        self._listeners: list[ListensToClients] = []
         self._read: Iterator[Any] | None = None  # what comes for the cohorts' requests; None: samples are in memory
         self._batches = max(1, sum(map(len, self.cohorts)))
         self._steps: Generator[Any, None, None] = self._run()
@@ -134,6 +135,7 @@ class Round:
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
+        self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
         self.done = self.settled = False
 
     def abandon(self) -> None:
@@ -177,17 +179,16 @@ class Round:
         sent = {**self._uploads(cohort, trained), **self._contributions(cohort, trained)}
         taken = _in_reach(send, federation.server.record, clients, sent, missed)
         _name_diverged(federation.server.record, clients, trained, taken)
-        listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
         personal = federation.server.personal or participation.swarm is not None
-        if not (federation.methods or federation.strategy.keep_optimizer or personal or listeners):
+        if not (federation.methods or federation.strategy.keep_optimizer or personal or self._listeners):
             return  # nothing stays with the clients, and nobody looks at them
         for row, client in enumerate(clients):
             if not taken[row]:
                 continue
             self._end_client(cohort, trained, row, missed[row])
-            if listeners and trained.own is None:
+            if self._listeners and trained.own is None:
                 load_entries(federation.module, trained.state(row))
-            for listener in listeners:
+            for listener in self._listeners:
                 listener.on_client_end(federation.module.trainer, federation.module, client)
 
     def _uploads(self, cohort: Cohort, trained: Trained) -> State:

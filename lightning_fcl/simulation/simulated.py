@@ -13,7 +13,7 @@ from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.protocol import ListensToRounds, SolvesAtServer
 from lightning_fcl.federation.record import DIVERGED
 from lightning_fcl.methods.declaration import Declaration, client_of
-from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.progress import step_together
 from lightning_fcl.simulation.rehearsal import record_time
@@ -33,9 +33,7 @@ def simulated(federation: Federation) -> Round:
     cohorts = [names[start : start + size] for start in range(0, len(names), size)]
     if federation.placement is not None and federation.strategy.ranks.number > 1:
         cohorts = [cohorts[place] for place in federation.placement.place(cohorts, samples)]
-    return Round(
-        federation, [Cohort(federation, names, number) for names in cohorts], partial(_simulate, skipped=skipped)
-    )
+    return Round(federation, planned(federation, cohorts, number), partial(_simulate, skipped=skipped))
 
 
 def _simulate(round: Round, skipped: Sequence[str]) -> Generator[Any, None, None]:

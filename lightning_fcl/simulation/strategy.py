@@ -288,8 +288,7 @@ class FederatedStrategy(RanksStrategy):
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self.federation.trainer
-        random = trainer.random if isinstance(trainer, SequentialTrainer) else None
-        with random.drawing() if random is not None else nullcontext():
+        with trainer.drawing_backward() if isinstance(trainer, SequentialTrainer) else nullcontext():
             return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

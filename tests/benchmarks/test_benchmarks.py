@@ -27,6 +27,7 @@ RUNS = {
         ],
         ["| 100 clients x 15 digits, MLP 64-32-10 | loop, two processes |"],
     ),
+    "round_memory": (["--clients", "2"], ["mean of 2 clients"]),
     "projection": (["--quick"], ["project on 10", "wasserstein"]),
     "level_with_avalanche": (["--quick", "--out", "."], ["| split digits | A-GEM |", "| permuted digits | Replay |"]),
     "attention_step": (["--networks", "pvt", "--repeats", "1"], ["| pvt |"]),

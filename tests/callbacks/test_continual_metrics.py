@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, ICaRL, Replay
+from lightning_fcl.callbacks.tester import predicted
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.federation.swarm import Swarm
@@ -462,3 +463,12 @@ def test_bytes_that_stay_with_clients_are_counted_when_the_fit_ends(fit, make_st
     assert summarize(metrics.record)["kept_bytes/clients"] == 0
     fit(make_task(), make_stream(clients=1), [metrics], strategy="auto", max_epochs=2)
     assert "kept_bytes" not in metrics.record and "kept_bytes/clients" not in summarize(metrics.record)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_prediction_is_the_first_of_the_largest_outputs(dtype):
+    outputs = torch.randint(5, (40, 3, 9), generator=torch.Generator().manual_seed(0)).to(dtype)
+    outputs[0, 0, 4] = outputs[0, 1, 3:] = torch.nan
+    outputs[1, 0, 2] = outputs[1, 0, 5] = torch.inf
+    outputs[1, 1] = -torch.inf
+    assert torch.equal(predicted(outputs), outputs.argmax(dim=-1))

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -412,8 +413,9 @@ def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
         for rows in (range(7), range(7, 9)):
             part = {name: value[list(rows)] for name, value in values.items()}
             many.add_cohort(part, [weights[row] for row in rows], rows)
+        both = many.result(server)
         for name, value in one.result(server).items():
-            found = many.result(server)[name]
+            found = both[name]
             if reduction.name == "mean" and value.is_floating_point():
                 torch.testing.assert_close(found, value, rtol=4 * torch.finfo(value.dtype).eps, atol=1e-12)
             else:
@@ -471,3 +473,24 @@ def digest(path):
         aggregator.add_all(values, weights, range(len(weights)))
         found += map(bits, aggregator.result({name: value[0] for name, value in values.items()}).values())
     return hashlib.sha256("".join(found).encode()).hexdigest()
+
+
+@pytest.mark.seconds
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells how much memory was in use")
+@pytest.mark.parametrize("clients", [2, 16])
+def test_a_mean_takes_two_and_a_half_times_its_uploads_however_many_come(clients):
+    status, megabytes = pathlib.Path("/proc/self/status"), 8
+    names = [f"layer{number}" for number in range(8)]
+
+    def in_use(what):
+        return int(re.search(rf"{what}:\s+(\d+) kB", status.read_text())[1]) / 1024
+
+    upload = {name: torch.randn(1, megabytes << 18) for name in names}
+    server = {name: value[0] for name, value in upload.items()}
+    aggregator, before = Aggregator(dict.fromkeys(names, BUILT_IN["mean"])), in_use("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forgets the most that was in use
+    for number in range(clients):
+        aggregator.add_all(upload, [1.0], [number])
+    result = aggregator.result(server)
+    assert in_use("VmHWM") - before < 2.5 * megabytes * len(names)
+    assert all(torch.equal(result[name], value) for name, value in server.items())

@@ -5,8 +5,10 @@ import os
 import time
 from pathlib import Path
 
+import lightning.pytorch as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
@@ -142,6 +144,37 @@ def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_st
         assert {rank for *_, rank in mine} == {str(rank) for rank in range(number)}
 
 
+class Own(L.LightningModule):
+    """A step of its own, with layers that draw and layers that count, and what it logs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.3), nn.Linear(5, 4))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("cohort_size", [1, 2])
+def test_a_step_of_one_s_own_gives_the_same_bits(ranks, make_stream, cohort_size):
+    found = []
+    for number in (1, 2, 3):
+        stream = make_stream(partition="dirichlet", clients=6, rounds_per_experience=2, drop_last=True)
+        found.append(ranks(number, Own(), stream, cohort_size=cohort_size)[:2])
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != digest(Own())
+
+
 class Odd(nn.Linear):
     """Numbers that are not finite, one of which some clients set, and an average that others do not see."""
 
@@ -157,6 +190,15 @@ class Odd(nn.Linear):
             self.seen.append(len(x))
             self.late[0], self.late[1] = 3.0, self.average if self.average > 0.2 else torch.nan
         return super().forward(x) * (1 + self.average)
+
+
+@pytest.mark.seconds
+def test_a_rank_without_clients_waits_for_the_others(ranks, make_task, make_stream):
+    found = []
+    for number in (1, 3):
+        swarm = Swarm(leaves={"1": 1})
+        found.append(ranks(number, make_task(), make_stream(clients=3), cohort_size=1, swarm=swarm)[:2])
+    assert found[0] == found[1]
 
 
 @pytest.mark.seconds

@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_fcl.callbacks import EWC
+from lightning_fcl.callbacks import EWC, Replay
 from lightning_fcl.data.split import Split
+from lightning_fcl.simulation import cohort
 
 
 class Counts(Callback):
@@ -126,3 +127,55 @@ def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, ma
         run(2, tmp_path / "epoch=0.ckpt")
     told = " ".join(str(one.message) for one in caught)
     assert "number of training batches" not in told and "resuming from a checkpoint that ended" not in told
+
+
+@pytest.mark.parametrize("methods", [list, lambda: [Replay(max_size=10)]])
+def test_clients_whose_batches_are_planned_at_once_have_those_of_their_own_plan(
+    fit, make_stream, make_task, monkeypatch, methods
+):
+    seen = []
+    for together in (1, 10**6):
+        monkeypatch.setattr(cohort, "_PLANNED", together)
+        task, stream = make_task(), make_stream(partition="dirichlet", clients=6, rounds_per_experience=2)
+        seen.append(Batches())
+        fit(
+            task,
+            stream,
+            [*methods(), seen[-1]],
+            cohort_size=1,
+            local_epochs=2,
+            trainer_args={"limit_train_batches": 0.7},
+        )
+    assert all(map(torch.equal, seen[0].batches, seen[1].batches))
+    assert len(seen[0].batches) == len(seen[1].batches) > 6
+
+
+class Batches(Callback):
+    """Notes the samples of each batch."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append(batch[0].clone())
+
+
+class Noise(Callback):
+    """Adds to the gradients what it draws, and stirs torch's own generator first, perhaps."""
+
+    def __init__(self, stirs):
+        self.stirs = stirs
+
+    def on_after_backward(self, trainer, pl_module):
+        torch.rand(self.stirs)
+        for parameter in pl_module.parameters():
+            parameter.grad += torch.rand_like(parameter.grad)
+
+
+def test_what_a_hook_draws_beside_the_backward_pass_is_drawn_by_the_client_s_key(fit, make_stream, make_task):
+    found = []
+    for stirs in (0, 1):
+        task = make_task()
+        fit(task, make_stream(), [Noise(stirs)], cohort_size=1)
+        found.append(task.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

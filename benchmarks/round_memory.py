@@ -1,0 +1,82 @@
+"""Memory of rounds of a large model, by its size: clients one at a time, a mean or another reduction at the server.
+
+    python benchmarks/round_memory.py --clients 16 --reduction mean
+
+The model is a ResNet-50 of 25.6 million parameters, which learns by SGD of four images of 32 x 32 a client. Told is the
+most that was in use in three rounds: the module, and all that a fit has added to what the process had in use before it.
+Linux alone knows. It makes no difference what else runs on the machine.
+"""
+
+import argparse
+import logging
+import pathlib
+import re
+import warnings
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.models import resnet50
+
+from lightning_fcl import FederatedStrategy, FederatedStream
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+
+
+class Module(L.LightningModule):
+    """What a user brings."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.net = network
+
+    def training_step(self, batch, batch_idx):
+        """The loss."""
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def in_use(what):
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` the most since that was forgotten."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", status)[1])
+
+
+def fit(network, clients, reduction):
+    """Three rounds."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4 * clients, 3, 32, 32, generator=generator), torch.arange(4 * clients) % 4
+    options = {"scenario": ClassIncremental(1, rounds_per_experience=3), "split": Split(test=0.0), "seed": 0}
+    stream = FederatedStream.from_arrays(x, y, np.arange(len(y)) // 4, batch_size=4, **options)
+    strategy = FederatedStrategy(seed=0, cohort_size=1, reductions={"*": reduction})
+    L.Trainer(
+        strategy=strategy, max_epochs=3, logger=False, accelerator="cpu", enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Module(network), datamodule=stream)  # fmt: skip
+
+
+def main():
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--reduction", default="mean")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    fit(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)), 2, "mean")  # what libraries take is there
+    network = resnet50()
+    size, before = sum(value.nbytes for value in network.state_dict().values()), in_use("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    fit(network, options.clients, options.reduction)
+    most = 1 + (in_use("VmHWM") - before) / size
+    print(f"{options.reduction} of {options.clients} clients: {most:.1f} times the model's {size / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
