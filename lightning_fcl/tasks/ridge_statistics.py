@@ -17,8 +17,6 @@ from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, SparseMean, State
 from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_leading, leading
 
-Rows = Mapping[str, list[Tensor]]
-
 
 class Sums:
     """A and B: their sums over clients are those of all samples, and what a client has added can be taken away."""
@@ -48,7 +46,7 @@ class LowRank:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.reductions: Rules = {**Sums.reductions, "readout.B": Merged(rank)}
+        self.reductions: Rules = {**Sums.reductions, "readout.B": Gathered(rank)}
 
     def begin(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
         most = max(part.samples for part in clients)
@@ -68,7 +66,7 @@ class Moments:
     why_not_unlearned = "shares moments, which the server weighs by those of all clients of a round"
 
     def __init__(self) -> None:
-        self.reductions: Rules = {"moments.*": Stacked(), "readout.n": "sum"}
+        self.reductions: Rules = {"moments.*": Gathered(), "readout.n": "sum"}
 
     def begin(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
         return b
@@ -80,30 +78,17 @@ class Moments:
         return b
 
 
-class Merged(Reduction):
-    """The leading rows of the server's and all uploads' together: at ``rank`` of all features the very B."""
+class Gathered(Reduction):
+    """All uploads of a round, one behind the other; with a ``rank`` the leading rows of the server's and these.
 
-    name = "merged"
+    Zeros do not travel.
+    """
+
+    name = "gathered"
     down = False
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int | None = None) -> None:
         self.rank = rank
-
-    def start(self, server: Tensor) -> Tensor:
-        return torch.zeros_like(server)
-
-    def accumulator(self) -> Accumulator:
-        def merge(rows: Rows, server: Mapping[str, Tensor]) -> State:
-            return {name: leading(torch.cat([server[name], *given]), self.rank) for name, given in rows.items()}
-
-        return Gather(merge)
-
-
-class Stacked(Reduction):
-    """All uploads of a round, one behind the other; zeros do not travel."""
-
-    name = "stacked"
-    down = False
 
     def start(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
@@ -112,4 +97,9 @@ class Stacked(Reduction):
         return SparseMean().wire_bytes(value)
 
     def accumulator(self) -> Accumulator:
-        return Gather(lambda rows, server: {name: torch.cat(given) for name, given in rows.items()})
+        return Gather(self._together)
+
+    def _together(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
+        if self.rank is None:
+            return {name: torch.cat(given) for name, given in rows.items()}
+        return {name: leading(torch.cat([server[name], *given]), self.rank) for name, given in rows.items()}
