@@ -105,8 +105,11 @@ class RidgeReadout(DoublePrecision):
 
     def partial_fit(self, states: Tensor, targets: Tensor) -> None:
         """Add samples: states of shape (n, in_features) and targets of shape (n, out_features)."""
-        add = accumulate if self.rank is None else accumulate_leading
-        add(self.A, self.B, states, targets)
+        if self.rank is None:
+            accumulate(self.A, self.B, states, targets)
+        else:
+            accumulate_rows(self.A, self.B, states, targets)
+            self.B.copy_(leading(self.B, self.rank))  # no sample's own states are kept
         self.n += len(states)
 
     def add(self, other: RidgeReadout) -> None:
@@ -180,24 +183,20 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
         b[i + STRIPE :, i : i + STRIPE] = b[i : i + STRIPE, i + STRIPE :].t()
 
 
-def accumulate_leading(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-    """As `accumulate`, but of ``b``, shape (rank, features), the product with itself comes near ``states^T states``."""
+def accumulate_rows(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
+    """As `accumulate`, but ``b``, shape (rows, features), holds the states; what is `leading` in them if it is full."""
     a.addmm_(targets.double().t(), states.double())
-    b.copy_(leading(torch.cat([b, states.double()]), len(b)))
+    rows = torch.cat([b[b.any(dim=1)], states.double()])
+    b.copy_(F.pad(rows, (0, 0, 0, len(b) - len(rows))) if len(rows) <= len(b) else leading(rows, len(b)))
 
 
 def leading(rows: Tensor, rank: int) -> Tensor:
-    """The leading singular values of rows times their right vectors, shape (rank, features), filled up with zeros.
-
-    Rows that are no more than ``rank`` stay as they are.
-    """
+    """The leading singular values of rows times their right vectors, shape (rank, features), filled up with zeros."""
     rows = rows[rows.any(dim=1)]
-    if len(rows) > rank:
-        if len(rows) > rows.shape[1]:
-            rows = torch.linalg.qr(rows, mode="r").R
-        _, sizes, vectors = torch.linalg.svd(rows, full_matrices=False)
-        rows = (sizes[:, None] * vectors)[:rank]
-    return F.pad(rows, (0, 0, 0, rank - len(rows)))
+    if len(rows) > rows.shape[1]:
+        rows = torch.linalg.qr(rows, mode="r").R
+    _, sizes, vectors = torch.linalg.svd(rows, full_matrices=False)
+    return F.pad((sizes[:, None] * vectors)[:rank], (0, 0, 0, max(0, rank - len(sizes))))
 
 
 class GroupMoments(DoublePrecision):

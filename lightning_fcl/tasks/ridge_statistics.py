@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, SparseMean, State
-from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_leading, leading
+from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading
 
 
 class Sums:
@@ -53,7 +53,7 @@ class LowRank:
         return F.pad(b, (0, 0, 0, most))  # so that nothing is cut off before the last sample
 
     def add(self, a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-        accumulate_leading(a, b, states, targets)
+        accumulate_rows(a, b, states, targets)
 
     def finish(self, b: Tensor) -> Tensor:
         return torch.stack([leading(rows, self.rank) for rows in b])

@@ -200,7 +200,7 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, error_of, monkeypatch):
 
 def test_reproduce_names_what_is_wrong(error_of):
     assert (
-        "Expected `paper` to be one of fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, incfed, odfcl, "
+        "Expected `paper` to be one of analytic, fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, incfed, odfcl, "
         "ucihar-reservoir but got flwff" in error_of(["reproduce", "flwff"])
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
@@ -218,6 +218,7 @@ def test_reproduce_names_what_is_wrong(error_of):
         ("fedclip-hhar", 24),
         ("odfcl", 28),
         ("fedvit", 171),
+        ("analytic", 6),
     ],
 )
 def test_every_recipe_is_part_of_a_row(paper, number):

@@ -101,19 +101,19 @@ def law(first, second):
 
 
 class Watched(L.Callback):
-    """Clients' own readouts, after their training."""
+    """What an entry has come to by clients' training."""
 
-    def __init__(self):
-        self.own = {}
+    def __init__(self, entry):
+        self.entry, self.own = entry, {}
 
     def on_client_end(self, trainer, module, part):
-        self.own[part.client] = module.readout.weight.clone()
+        self.own[part.client] = module.state_dict()[self.entry].clone()
 
 
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("seed", range(3))
 def test_afl_is_its_law_with_the_regularisers_taken_away(fit, seed, cohort_size):
-    data, task, watched = arrays(seed=seed), ridge(gamma=0.3, beta=0.5), Watched()
+    data, task, watched = arrays(seed=seed), ridge(gamma=0.3, beta=0.5), Watched("readout.weight")
     stream = streamed(data, clients=50)
     fit(task, stream, [watched], cohort_size=cohort_size)
     uploads = []
@@ -166,8 +166,12 @@ def of_rank(rows, rank):
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_low_rank_is_solved_in_the_space_that_is_left(fit, cohort_size, batch_size):
-    data, task = arrays(samples=40, classes=4), ridge(4, rank=9, random_features=20)
-    fit(task, streamed(data, clients=5, batch_size=batch_size), cohort_size=cohort_size)  # 8 samples each: all arrive
+    """Of eight samples each all that there is arrives, but no sample as it is."""
+    data, task, watched = arrays(samples=40, classes=4), ridge(4, rank=9, random_features=20), Watched("readout.B")
+    fit(task, streamed(data, clients=5, batch_size=batch_size), [watched], cohort_size=cohort_size)
+    for rows in watched.own.values():
+        products = (rows @ rows.T).numpy()
+        assert_near(products, np.diag(products.diagonal()))
     states, targets = seen(task, data[0]), np.eye(4)[data[1]]
     vectors, squares = of_rank(states, 9)
     assert_near(task.readout.weight, (vectors / (squares + 0.5) @ vectors.T @ (states.T @ targets)).T)
