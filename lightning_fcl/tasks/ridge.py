@@ -42,6 +42,8 @@ class RidgeTask(Task):
 
     regularised: Tensor
     """How many uploads' gamma is in B since the last solution."""
+    why_not_unlearned: str | None
+    """Why a client's part cannot be taken away again; None: it can."""
 
     def __init__(
         self,
@@ -78,6 +80,8 @@ class RidgeTask(Task):
         self.share = share
         self.gamma = gamma
         self.statistics = Moments() if share == "moments" else Sums() if rank is None else LowRank(rank)
+        means = "shares its weights: means cannot be taken apart"
+        self.why_not_unlearned = means if share == "weights" else self.statistics.why_not_unlearned
         if share == "moments":
             self.moments = GroupMoments(groups, targets.outputs, features)
         if gamma:
@@ -227,12 +231,6 @@ class RidgeTask(Task):
     def local_models(self) -> bool:
         """Whether a client's own state makes predictions: its statistics do not, before they are solved."""
         return self.share == "weights" or self.gamma > 0
-
-    @property
-    def why_not_unlearned(self) -> str | None:
-        """Why a client's part cannot be taken away again; None: it can."""
-        means = "shares its weights: means cannot be taken apart"
-        return means if self.share == "weights" else self.statistics.why_not_unlearned
 
     def fingerprint(self) -> dict[str, Any]:
         return {"betas": self.betas, "share": self.share} | ({"gamma": self.gamma} if self.gamma else {})

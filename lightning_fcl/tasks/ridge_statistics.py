@@ -60,7 +60,10 @@ class LowRank:
 
 
 class Moments:
-    """Sums and numbers of each class's samples in random groups, by which the server estimates B (STSA-E)."""
+    """Sums and numbers of each class's samples in random groups, by which the server estimates B (STSA-E).
+
+    It holds those of all clients of a round at once. A group with one sample of a class tells that sample.
+    """
 
     names = ("moments.sums", "moments.counts")
     why_not_unlearned = "shares moments, which the server weighs by those of all clients of a round"

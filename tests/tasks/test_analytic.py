@@ -288,6 +288,7 @@ class Absent(L.Callback):
                 trainer.datamodule.plan.train[round].pop(client, None)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_fifty_clients_one_is_forgotten_at_a_late_task(fit, kind):
     data, tasks, after = arrays(samples=2000), [], [[], []]
