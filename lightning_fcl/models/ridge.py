@@ -192,6 +192,8 @@ def accumulate_rows(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> No
 
 def leading(rows: Tensor, rank: int) -> Tensor:
     """The leading singular values of rows times their right vectors, shape (rank, features), filled up with zeros."""
+    if not torch.isfinite(rows).all():
+        return torch.full_like(rows[:1], torch.nan).expand(rank, -1)  # no client that sends it is taken in
     rows = rows[rows.any(dim=1)]
     if len(rows) > rows.shape[1]:
         rows = torch.linalg.qr(rows, mode="r").R
@@ -230,10 +232,9 @@ class GroupMoments(DoublePrecision):
         one sample. Of a class in one group alone only that group's mean is known.
         """
         n, groups = self.counts.sum(dim=0).double(), (self.counts > 0).sum(dim=0)
-        several = (groups > 1).double()
         others = (groups - 1).clamp(min=1)
         a = torch.where(groups > 1, (n - 1) / others, 1.0)
-        b = several * (n - groups) / (others * n.clamp(min=1))
+        b = torch.where(groups > 1, (n - groups) / (others * n), 0.0)
         scaled = self.sums * (a / self.counts.clamp(min=1)).sqrt()[..., None]
         plus, minus = scaled[self.counts > 0], self.sums.sum(dim=0) * b.sqrt()[:, None]
         return plus.t() @ plus - minus.t() @ minus

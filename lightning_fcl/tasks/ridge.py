@@ -18,7 +18,7 @@ from lightning_fcl.federation.aggregation import Rules, reductions_of
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout, RandomFeatures, expanded
 from lightning_fcl.models.ridge import GroupMoments, RidgeReadout, add_to_diagonal, packed
-from lightning_fcl.tasks.ridge_statistics import LowRank, Moments, Sums
+from lightning_fcl.tasks.ridge_statistics import MOMENTS, SUMS, low_rank
 from lightning_fcl.tasks.ridge_targets import OneHot, ReadoutTargets
 from lightning_fcl.tasks.ridge_trainer import RidgeTrainer, Share
 from lightning_fcl.tasks.task import Task, embedding_body
@@ -79,7 +79,7 @@ class RidgeTask(Task):
             RidgeReadout(1, 1, beta)  # refuses what is no regulariser
         self.share = share
         self.gamma = gamma
-        self.statistics = Moments() if share == "moments" else Sums() if rank is None else LowRank(rank)
+        self.statistics = MOMENTS if share == "moments" else SUMS if rank is None else low_rank(rank)
         means = "shares its weights: means cannot be taken apart"
         self.why_not_unlearned = means if share == "weights" else self.statistics.why_not_unlearned
         if share == "moments":
@@ -198,7 +198,7 @@ class RidgeTask(Task):
         self.log(f"{stage}/{self.targets.quantity}", metric, batch_size=len(y))
 
     def configure_optimizers(self) -> Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)  # nothing descends
+        return torch.optim.SGD([{"params": [*self.parameters()]}], lr=0.0)  # nothing descends; a body may have none
 
     # What a federation asks for.
 

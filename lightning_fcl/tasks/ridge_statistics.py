@@ -1,12 +1,9 @@
-"""What a client adds up of its samples for a ridge regression, and how what clients send comes together.
-
-Each kind has the ``names`` of its two entries, a and b, with their ``reductions``. Clients `begin` with what they may
-have kept unsent, `add` samples, and `finish` with what they send.
-"""
+"""What a client adds up of its samples for a ridge regression, and how what clients send comes together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,69 +13,6 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, SparseMean, State
 from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading
-
-
-class Sums:
-    """A and B: their sums over clients are those of all samples, and what a client has added can be taken away."""
-
-    names = ("readout.A", "readout.B")
-    reductions: Rules = dict.fromkeys((*names, "readout.n"), "sum")
-    why_not_unlearned: str | None = None
-
-    def begin(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
-        """With room for what the clients will see, shape (clients, ...)."""
-        return b
-
-    def add(self, a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-        accumulate(a, b, states, targets)
-
-    def finish(self, b: Tensor) -> Tensor:
-        return b
-
-
-class LowRank:
-    """A, and of B's factor the leading singular values and vectors, which the server merges (FedRAN)."""
-
-    names = Sums.names
-    why_not_unlearned = (
-        "keeps the `rank` leading directions of all clients' samples: what one has added cannot be told from the rest"
-    )
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.reductions: Rules = {**Sums.reductions, "readout.B": Gathered(rank)}
-
-    def begin(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
-        most = max(part.samples for part in clients)
-        return F.pad(b, (0, 0, 0, most))  # so that nothing is cut off before the last sample
-
-    def add(self, a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-        accumulate_rows(a, b, states, targets)
-
-    def finish(self, b: Tensor) -> Tensor:
-        return torch.stack([leading(rows, self.rank) for rows in b])
-
-
-class Moments:
-    """Sums and numbers of each class's samples in random groups, by which the server estimates B (STSA-E).
-
-    It holds those of all clients of a round at once. A group with one sample of a class tells that sample.
-    """
-
-    names = ("moments.sums", "moments.counts")
-    why_not_unlearned = "shares moments, which the server weighs by those of all clients of a round"
-
-    def __init__(self) -> None:
-        self.reductions: Rules = {"moments.*": Gathered(), "readout.n": "sum"}
-
-    def begin(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
-        return b
-
-    def add(self, a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-        accumulate_groups(a, b, states, targets)
-
-    def finish(self, b: Tensor) -> Tensor:
-        return b
 
 
 class Gathered(Reduction):
@@ -106,3 +40,56 @@ class Gathered(Reduction):
         if self.rank is None:
             return {name: torch.cat(given) for name, given in rows.items()}
         return {name: leading(torch.cat([server[name], *given]), self.rank) for name, given in rows.items()}
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Two entries, a and b, to which clients add.
+
+    Args:
+        names: Their names.
+        reductions: How they come together, and the number of samples.
+        add: Adds states and targets to a client's a and b.
+        why_not_unlearned: Why a client's part cannot be taken away again; None: it can.
+        rank: How many rows of b are left in the end; None: b stays as it is.
+    """
+
+    names: tuple[str, str]
+    reductions: Rules
+    add: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    why_not_unlearned: str | None = None
+    rank: int | None = None
+
+    def begin(self, b: Tensor, clients: Sequence[ClientRound]) -> Tensor:
+        """With rows for all samples that the clients will see, so that none is cut off before the last."""
+        return b if self.rank is None else F.pad(b, (0, 0, 0, max(part.samples for part in clients)))
+
+    def finish(self, b: Tensor) -> Tensor:
+        """What clients send of it."""
+        return b if self.rank is None else torch.stack([leading(rows, self.rank) for rows in b])
+
+
+_NAMES = ("readout.A", "readout.B")
+_ADDED: Rules = dict.fromkeys((*_NAMES, "readout.n"), "sum")
+
+SUMS = Statistics(_NAMES, _ADDED, accumulate)
+"""A and B, whose sums over clients are those of all samples."""
+
+MOMENTS = Statistics(
+    ("moments.sums", "moments.counts"),
+    {"moments.*": Gathered(), "readout.n": "sum"},
+    accumulate_groups,
+    "shares moments, which the server weighs by those of all clients of a round",
+)
+"""Sums and numbers of each class's samples in random groups (STSA-E). The server holds those of a round at once.
+
+A group with one sample of a class tells that sample.
+"""
+
+
+def low_rank(rank: int) -> Statistics:
+    """A, and leading singular values and vectors of B, which the server merges (FedRAN)."""
+    reason = (
+        "keeps the `rank` leading directions of all clients' samples: what one has added cannot be told from the rest"
+    )
+    return Statistics(_NAMES, {**_ADDED, "readout.B": Gathered(rank)}, accumulate_rows, reason, rank)

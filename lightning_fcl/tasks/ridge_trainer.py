@@ -96,12 +96,19 @@ class RidgeTrainer:
         }
         if module.local_models:
             beta, each = module.gamma or module.readout.beta, zip(self._a, self._b, strict=True)
-            changed["readout.weight"] = torch.stack([solve(a, square(b, a.shape[1]), beta) for a, b in each])
+            changed["readout.weight"] = torch.stack([own_solution(a, b, beta) for a, b in each])
         if module.gamma:
             for row in self._b:
                 add_to_diagonal(row, self._a.shape[-1], module.gamma)
             changed["regularised"] = torch.ones(len(self._b), dtype=torch.long, device=self._a.device)
         return Trained(with_rows(module, len(self.client_rounds)) | changed, self.memories)
+
+
+def own_solution(a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """A client's own weights, NaN if its statistics are not finite: it is left out, by name."""
+    if torch.isfinite(a).all() and torch.isfinite(b).all():
+        return solve(a, square(b, a.shape[1]), beta)
+    return torch.full_like(a, torch.nan)
 
 
 class ReservoirTrainer(RidgeTrainer):

@@ -383,3 +383,24 @@ def test_it_solves_in_a_plain_trainer(quiet, options):
 def test_what_does_not_go_together_is_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ridge(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"share": "moments"}, {"share": "weights"}]
+)
+def test_a_client_whose_numbers_are_not_finite_is_left_out_by_name(fit, options):
+    class Overflows(torch.nn.Module):
+        features = FEATURES
+
+        def embed(self, x):
+            return x.where(x.abs() < 100, torch.nan)
+
+    (x, y), owner, weights = arrays(), np.arange(1200) % 5, []
+    x[owner == 0] *= 1000
+    for first in (0, 1):
+        task, rows = RidgeClassifier(Overflows(), CLASSES, **{"beta": 0.5, **options}), owner >= first
+        stream = streamed((x[rows], y[rows]), client=owner[rows], partition=None)
+        dropped = fit(task, stream).strategy.server.record.dropped
+        assert list(dropped) == ["0"] * (first == 0)
+        weights.append(task.readout.weight)
+    assert_near(*weights)
