@@ -33,7 +33,7 @@ class RidgeTask(Task):
     In a federation every round adds its clients' statistics to the server's (``share="statistics"``: IncFed, or FedRR;
     Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. With
     ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain
-    Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`. Columns of A, and
+    Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`. Rows of A, and
     so of the solution, are 0 for classes that nobody has seen yet.
 
     What (A, B) reveals: of a client with fewer samples than there are features, their span, and of one with a single
