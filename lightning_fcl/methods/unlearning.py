@@ -37,7 +37,7 @@ class Unlearning(Method):
 
     Raises:
         ValueError: If a client is not in the stream or has no data until it leaves, if the round never comes, or if the
-            module's readout is not solved for.
+            module's readout is not solved for from sums of clients' parts: B of low rank, or estimated, is none.
 
     Example:
         >>> Unlearning(requests={"7": 3}).requests
@@ -53,10 +53,13 @@ class Unlearning(Method):
         self._federation: Federation | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not isinstance(pl_module, RidgeTask) or pl_module.share != "statistics":
+        reason: str | None = "shares its weights: means cannot be taken apart"
+        if isinstance(pl_module, RidgeTask):
+            reason = pl_module.why_not_unlearned
+        if reason is not None:
             raise ValueError(
                 "Expected a task of ridge regression that shares its statistics for `Unlearning` but got a "
-                f"`{type(pl_module).__name__}` that shares its weights: means cannot be taken apart."
+                f"`{type(pl_module).__name__}` that {reason}."
             )
         self._federation = federation_of(trainer)
         self._forget_again()
@@ -82,7 +85,7 @@ class Unlearning(Method):
         memory, federation = client.memory, client.federation
         assert federation is not None  # as it needs one
         sums = [name for name, reduction in federation.server.reductions.items() if reduction.name == "sum"]
-        if not sums:
+        if not sums or client.part.client in federation.server.record.missed:  # what is unsent comes again
             return memory
         same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])
         kept = {name: own[name].clone() + (memory[name] if same else 0) for name in sums}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_fcl.models.mlp import MLP as MLP
     from lightning_fcl.models.quantization import frozen as frozen
     from lightning_fcl.models.readout import FeatureReadout as FeatureReadout
+    from lightning_fcl.models.readout import RandomFeatures as RandomFeatures
     from lightning_fcl.models.readout import ReservoirReadout as ReservoirReadout
     from lightning_fcl.models.ridge import RidgeReadout as RidgeReadout
     from lightning_fcl.models.t2t import T2TBody as T2TBody

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.models.described import Described
 from lightning_fcl.models.esn import EchoStateNetwork
+from lightning_fcl.models.ridge import DoublePrecision
 
 Features = Literal["steps", "last", "mean"]
 
@@ -25,6 +27,35 @@ class EmbedsSamples(Protocol):
 
     def embed(self, x: Tensor) -> Tensor:
         """Features of samples, shape (batch, features)."""
+
+
+class RandomFeatures(DoublePrecision):
+    """Random features of a network's features: ``ReLU(f W)``, W of independent N(0, 1) (McDonnell et al. 2023, RanPAC).
+
+    Args:
+        in_features: Number of the network's features.
+        out_features: Number of random features, M.
+        seed: Seed of W, which all clients have in common.
+
+    Raises:
+        ValueError: If a number of features is below 1.
+
+    Example:
+        >>> RandomFeatures(64, 1000)(torch.zeros(2, 64)).shape
+        torch.Size([2, 1000])
+    """
+
+    weight: Tensor
+
+    def __init__(self, in_features: int, out_features: int, seed: int = 0) -> None:
+        super().__init__()
+        at_least(1, in_features=in_features, out_features=out_features)
+        weight = torch.randn(in_features, out_features, generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("weight", weight.double())
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Random features of shape (..., out_features), float64."""
+        return (features.double() @ self.weight).relu()
 
 
 class _Readout(Described):
@@ -86,6 +117,8 @@ class FeatureReadout(_Readout):
     Args:
         network: A network with ``embed(x)`` and ``features``, their number; its own head is not asked.
         outputs: Size of the output.
+        random_features: What makes random features of the network's; None: nothing.
+        bias: Whether a column of ones comes last among the features.
 
     Raises:
         ValueError: If the number of outputs is below 1.
@@ -96,13 +129,28 @@ class FeatureReadout(_Readout):
         torch.Size([3, 2])
     """
 
-    def __init__(self, network: EmbedsSamples, outputs: int) -> None:
-        super().__init__(network.features, outputs)
+    def __init__(
+        self,
+        network: EmbedsSamples,
+        outputs: int,
+        random_features: RandomFeatures | None = None,
+        bias: bool = False,
+    ) -> None:
+        features = network.features if random_features is None else random_features.weight.shape[1]
+        super().__init__(features + bias, outputs)
         self.network = network
+        self.random_features = random_features
+        self.bias = bias
 
     def embed(self, x: Tensor) -> Tensor:
-        """The network's features, shape (batch, features)."""
-        return self.network.embed(x)
+        """The network's features, or the random ones, shape (batch, features)."""
+        return expanded(self.network.embed(x), self.random_features, self.bias)
+
+
+def expanded(features: Tensor, random_features: RandomFeatures | None, bias: bool) -> Tensor:
+    """What a readout sees of features: random ones of them, if any, and perhaps a column of ones behind."""
+    features = features if random_features is None else random_features(features)
+    return F.pad(features, (0, 1), value=1.0) if bias else features
 
 
 def pooled(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:

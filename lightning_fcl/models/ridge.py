@@ -6,8 +6,10 @@ import logging
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fcl.errors import at_least, between
 from lightning_fcl.models.described import Described
 
 _ROUNDING = 100  # how much larger than those of one operation the rounding errors of a sum of products may be
@@ -20,7 +22,18 @@ PIECE = 4096
 STRIPE = 128
 
 
-class RidgeReadout(Described):
+class DoublePrecision(Described):
+    """A module whose buffers of double precision stay so when it follows others to a device or another type."""
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        wide = {name: value for name, value in self.named_buffers(recurse=False) if value.dtype is torch.float64}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in wide.items():
+            setattr(self, name, value.to(getattr(self, name).device))
+        return self
+
+
+class RidgeReadout(DoublePrecision):
     """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al. 2021, eq. 10).
 
     It learns ``A = Y S^T``, ``B = S S^T`` and the number of samples (eq. 6-9 and 11-12, with the regulariser left out:
@@ -32,9 +45,12 @@ class RidgeReadout(Described):
         beta: Regulariser, above or equal 0. It is no part of the statistics: added to each client's B, as in the
             paper's eq. 7 and 9, it would count once per client.
         symmetric: Whether only the upper triangle of B is kept and sent: half the bytes.
+        rank: Of B only so many leading singular values and vectors are kept, as their products, shape (rank, N_R), and
+            the solution lies in the space that they span (FedRAN); None: all of B.
 
     Raises:
-        ValueError: If ``beta`` is below 0, or another readout is of another reservoir or shape.
+        ValueError: If ``beta`` is below 0, ``rank`` is no number of states, another readout is of another reservoir or
+            shape, or one is to be taken away from a readout of low rank.
 
     Example:
         >>> readout = RidgeReadout(2, 1, beta=0.0)
@@ -51,7 +67,14 @@ class RidgeReadout(Described):
     tag: Tensor
     weight: Tensor
 
-    def __init__(self, in_features: int, out_features: int, beta: float = 1e-3, symmetric: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        beta: float = 1e-3,
+        symmetric: bool = False,
+        rank: int | None = None,
+    ) -> None:
         super().__init__()
         if not 0 <= beta < float("inf"):
             raise ValueError(f"Expected `beta` to be at least 0 and finite but got {beta}.")
@@ -59,20 +82,16 @@ class RidgeReadout(Described):
         self.out_features = out_features
         self.beta = beta
         self.symmetric = symmetric
+        self.rank = rank
         size = (in_features * (in_features + 1) // 2,) if symmetric else (in_features, in_features)
+        if rank is not None:
+            between(1, in_features, rank=rank)
+            size = (rank, in_features)
         self.register_buffer("A", torch.zeros(out_features, in_features, dtype=torch.float64))
         self.register_buffer("B", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("n", torch.zeros((), dtype=torch.long))
         self.register_buffer("tag", torch.zeros((), dtype=torch.long))
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.float64))
-
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        """Follow the module to another device, but stay in double precision."""
-        wide = {name: getattr(self, name) for name in ("A", "B", "weight")}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, value in wide.items():
-            setattr(self, name, value.to(getattr(self, name).device))
-        return self
 
     def forward(self, states: Tensor) -> Tensor:
         """Outputs of shape (..., out_features), float64, from states of shape (..., in_features)."""
@@ -86,19 +105,28 @@ class RidgeReadout(Described):
 
     def partial_fit(self, states: Tensor, targets: Tensor) -> None:
         """Add samples: states of shape (n, in_features) and targets of shape (n, out_features)."""
-        accumulate(self.A, self.B, states, targets)
+        if self.rank is None:
+            accumulate(self.A, self.B, states, targets)
+        else:
+            accumulate_rows(self.A, self.B, states, targets)
+            self.B.copy_(leading(self.B, self.rank))  # no sample's own states are kept
         self.n += len(states)
 
     def add(self, other: RidgeReadout) -> None:
         """Add the samples of another readout of the same reservoir (`EchoStateNetwork.tag`) and shape."""
         self._check(other)
         self.A += other.A
-        self.B += other.B
+        self.B.copy_(self.B + other.B if self.rank is None else leading(torch.cat([self.B, other.B]), self.rank))
         self.n += other.n
 
     def remove(self, other: RidgeReadout) -> None:
         """Take samples away that were added before, by a readout that has learnt from them alone: unlearning."""
         self._check(other)
+        if self.rank is not None:
+            raise ValueError(
+                f"Expected a readout with all of B to take samples away from but got one of rank {self.rank}: what was "
+                "cut off of all samples together tells nothing of some. Leave out `rank`."
+            )
         if other.n > self.n:
             raise ValueError(
                 f"Expected a readout of at most {self.n} samples to take away but got {other.n}, never added."
@@ -121,11 +149,19 @@ class RidgeReadout(Described):
 
     def solve(self) -> None:
         """Set the weights from the statistics."""
-        self.weight.copy_(solve(self.A, square(self.B, self.in_features), self.beta))
+        if self.rank is None:
+            self.weight.copy_(solve(self.A, square(self.B, self.in_features), self.beta))
+        else:
+            self.weight.copy_(self.solutions([self.beta])[0])
 
     def solutions(self, betas: Sequence[float]) -> Tensor:
         """The weights for each of several regularisers, shape (betas, outputs, features), by one eigendecomposition."""
         _check_finite(self.A, self.B)
+        if self.rank is not None:
+            _, sizes, rows = torch.linalg.svd(self.B, full_matrices=False)
+            values = sizes.square()
+            seen = values > _ROUNDING * _cut_off(values)  # what lies outside would be divided by beta alone
+            return _from_spectrum(self.A, values[seen], rows[seen].t(), betas)
         return _by_eigenvalues(self.A, square(self.B, self.in_features), betas)[0]
 
     def extra_repr(self) -> str:
@@ -141,11 +177,90 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
             full[i : i + STRIPE, i:].addmm_(wide[:, i : i + STRIPE].t(), wide[:, i:])
         a.addmm_(wanted.double().t(), wide)
     if full is not b:
-        rows, columns = torch.triu_indices(*full.shape, device=b.device)
-        b += full[rows, columns]
+        b += packed(full)
         return
     for i in range(0, len(b), STRIPE):
         b[i + STRIPE :, i : i + STRIPE] = b[i : i + STRIPE, i + STRIPE :].t()
+
+
+def accumulate_rows(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
+    """As `accumulate`, but ``b``, shape (rows, features), holds the states; what is `leading` in them if it is full."""
+    a.addmm_(targets.double().t(), states.double())
+    rows = torch.cat([b[b.any(dim=1)], states.double()])
+    b.copy_(F.pad(rows, (0, 0, 0, len(b) - len(rows))) if len(rows) <= len(b) else leading(rows, len(b)))
+
+
+def leading(rows: Tensor, rank: int) -> Tensor:
+    """The leading singular values of rows times their right vectors, shape (rank, features), filled up with zeros."""
+    if not torch.isfinite(rows).all():
+        return torch.full_like(rows[:1], torch.nan).expand(rank, -1)  # no client that sends it is taken in
+    rows = rows[rows.any(dim=1)]
+    if len(rows) > rows.shape[1]:
+        rows = torch.linalg.qr(rows, mode="r").R
+    _, sizes, vectors = torch.linalg.svd(rows, full_matrices=False)
+    return F.pad((sizes[:, None] * vectors)[:rank], (0, 0, 0, max(0, rank - len(sizes))))
+
+
+class GroupMoments(DoublePrecision):
+    """Sums and numbers of each class's samples in random groups, from which B can be estimated (STSA-E).
+
+    Args:
+        groups: Number of groups into which a client's samples fall.
+        classes: Number of classes.
+        features: Size of the states.
+
+    Raises:
+        ValueError: If there is not one group at least.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+    def __init__(self, groups: int, classes: int, features: int) -> None:
+        super().__init__()
+        at_least(1, groups=groups)
+        self.groups = groups
+        self.register_buffer("sums", torch.zeros(groups, classes, features, dtype=torch.float64))
+        self.register_buffer("counts", torch.zeros(groups, classes, dtype=torch.long))
+
+    def second_moments(self) -> Tensor:
+        """The estimate of S^T S of all samples, shape (features, features).
+
+        ``Sum_c [a_c Sum_j s_jc s_jc^T / n_jc - b_c P_c P_c^T]`` with ``a_c = (N_c - 1) / (K_c - 1)`` and ``b_c = (N_c -
+        K_c) / ((K_c - 1) N_c)``: ``s_jc`` and ``n_jc`` are sum and number of class c in group j, ``P_c`` and ``N_c``
+        those of all ``K_c`` groups that hold it. Right on average over random groupings, and exact where each group has
+        one sample. Of a class in one group alone only that group's mean is known.
+        """
+        n, groups = self.counts.sum(dim=0).double(), (self.counts > 0).sum(dim=0)
+        others = (groups - 1).clamp(min=1)
+        a = torch.where(groups > 1, (n - 1) / others, 1.0)
+        b = torch.where(groups > 1, (n - groups) / (others * n), 0.0)
+        scaled = self.sums * (a / self.counts.clamp(min=1)).sqrt()[..., None]
+        plus, minus = scaled[self.counts > 0], self.sums.sum(dim=0) * b.sqrt()[:, None]
+        return plus.t() @ plus - minus.t() @ minus
+
+
+def accumulate_groups(sums: Tensor, counts: Tensor, states: Tensor, targets: Tensor) -> None:
+    """Add samples to a client's `GroupMoments`: its samples, which come in random order, to the groups in turn."""
+    groups, classes = counts.shape
+    turns = int(counts.sum()) + torch.arange(len(states), device=states.device)
+    place = turns % groups * classes + targets.argmax(dim=1)
+    sums.view(-1, sums.shape[-1]).index_add_(0, place, states.double())
+    counts.view(-1).index_add_(0, place, torch.ones_like(place))
+
+
+def add_to_diagonal(b: Tensor, size: int, value: float) -> None:
+    """Add a number to the diagonal of a matrix, square or packed."""
+    if b.dim() == 2:
+        b.diagonal().add_(value)
+    else:
+        lengths = torch.arange(size, 0, -1, device=b.device)  # of the packed rows, which begin on the diagonal
+        b[lengths.cumsum(0) - lengths] += value
+
+
+def packed(full: Tensor) -> Tensor:
+    """The upper triangle of a matrix, row after row."""
+    return torch.cat([row[i:] for i, row in enumerate(full)])
 
 
 def square(b: Tensor, size: int) -> Tensor:
@@ -185,11 +300,14 @@ def _by_eigenvalues(a: Tensor, b: Tensor, betas: Sequence[float]) -> tuple[Tenso
     """
     values, vectors = torch.linalg.eigh(b)
     counted = values > _ROUNDING * _cut_off(values)
-    values = torch.where(counted, values, 0.0)
+    return _from_spectrum(a, torch.where(counted, values, 0.0), vectors, betas), int(counted.sum())
+
+
+def _from_spectrum(a: Tensor, values: Tensor, vectors: Tensor, betas: Sequence[float]) -> Tensor:
     scales = values + torch.tensor(betas, dtype=torch.float64, device=values.device)[:, None]
     inverse = torch.where(scales > _cut_off(values), 1 / scales, 0.0)
     weights: Tensor = ((a @ vectors) * inverse[:, None, :]) @ vectors.t()
-    return weights, int(counted.sum())
+    return weights
 
 
 def _check_finite(a: Tensor, b: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, Metric, R2Score
 
 from lightning_fcl.errors import one_of
+from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.tasks.ridge import RidgeTask
@@ -41,6 +42,7 @@ class ReservoirTask(RidgeTask):
         min_samples: int | None,
     ) -> None:
         one_of(get_args(Features), readout=readout)
+        one_of(get_args(Share), share=share)
         super().__init__(reservoir.features, targets, beta, share, symmetric, min_samples)
         self.reservoir = reservoir
         self.features = readout
@@ -48,7 +50,7 @@ class ReservoirTask(RidgeTask):
         self.plasticity: IntrinsicPlasticity | None = None
 
     @property
-    def reductions(self) -> dict[str, str]:
+    def reductions(self) -> Rules:
         """What travels in the round at hand: gain and bias while the reservoir is adapted, else the readout's part."""
         adapted = "download" if self.plasticity else "fixed"
         if self.adapting:

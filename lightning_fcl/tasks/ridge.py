@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import one_of
-from lightning_fcl.federation.aggregation import reductions_of
+from lightning_fcl.errors import at_least, one_of
+from lightning_fcl.federation.aggregation import Rules, reductions_of
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout
-from lightning_fcl.models.ridge import RidgeReadout, accumulate
+from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout, RandomFeatures, expanded
+from lightning_fcl.models.ridge import GroupMoments, RidgeReadout, add_to_diagonal, packed
+from lightning_fcl.tasks.ridge_statistics import MOMENTS, SUMS, low_rank
 from lightning_fcl.tasks.ridge_targets import OneHot, ReadoutTargets
 from lightning_fcl.tasks.ridge_trainer import RidgeTrainer, Share
 from lightning_fcl.tasks.task import Task, embedding_body
@@ -32,23 +33,38 @@ class RidgeTask(Task):
     In a federation every round adds its clients' statistics to the server's (``share="statistics"``: IncFed, or FedRR;
     Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. With
     ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain
-    Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`.
+    Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`. Rows of A, and
+    so of the solution, are 0 for classes that nobody has seen yet.
 
     What (A, B) reveals: of a client with fewer samples than there are features, their span, and of one with a single
     sample that sample's features. Hence ``min_samples``; adding up under secure aggregation is the remedy.
     """
+
+    regularised: Tensor
+    """How many uploads' gamma is in B since the last solution."""
+    why_not_unlearned: str | None
+    """Why a client's part cannot be taken away again; None: it can."""
 
     def __init__(
         self,
         features: int,
         targets: ReadoutTargets,
         beta: float | list[float],
-        share: Share,
+        share: Share | Literal["moments"],
         symmetric: bool,
         min_samples: int | None,
+        rank: int | None = None,
+        gamma: float = 0.0,
+        groups: int = 5,
     ) -> None:
         super().__init__()
-        one_of(get_args(Share), share=share)
+        one_of((*get_args(Share), "moments"), share=share)
+        at_least(0, gamma=gamma)
+        if (share != "statistics" and (rank is not None or gamma)) or (rank is not None and gamma):
+            raise ValueError(
+                'Expected `rank` or `gamma` alone, and with `share="statistics"`, as there is no B else to which they '
+                f'apply, but got rank={rank} and gamma={gamma} with `share="{share}"`. Leave them out.'
+            )
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
         if not self.betas:
             raise ValueError("Expected `beta` to be a number or several but got an empty list.")
@@ -58,19 +74,29 @@ class RidgeTask(Task):
             )
         self.automatic_optimization = False
         self.targets = targets
-        self.readout = RidgeReadout(features, targets.outputs, self.betas[0], symmetric)
+        self.readout = RidgeReadout(features, targets.outputs, self.betas[0], symmetric, rank)
         for beta in self.betas[1:]:
             RidgeReadout(1, 1, beta)  # refuses what is no regulariser
         self.share = share
+        self.gamma = gamma
+        self.statistics = MOMENTS if share == "moments" else SUMS if rank is None else low_rank(rank)
+        means = "shares its weights: means cannot be taken apart"
+        self.why_not_unlearned = means if share == "weights" else self.statistics.why_not_unlearned
+        if share == "moments":
+            self.moments = GroupMoments(groups, targets.outputs, features)
+        if gamma:
+            self.register_buffer("regularised", torch.zeros((), dtype=torch.long))
         self.min_samples = features if min_samples is None else min_samples
         self.val_metric, self.test_metric = targets.metric(), targets.metric()
 
     @property
-    def reductions(self) -> dict[str, str]:
+    def reductions(self) -> Rules:
         """What travels: the sums and what is solved of them."""
-        sums, solved = ("sum", "download") if self.share == "statistics" else ("none", "mean")
-        own = dict.fromkeys(("readout.A", "readout.B", "readout.n"), sums)
-        return {"*": "fixed", **own, "readout.tag": "none" if sums == "none" else "fixed", "readout.weight": solved}
+        if self.share == "weights":
+            own = dict.fromkeys(("readout.A", "readout.B", "readout.n", "readout.tag"), "none")
+            return {"*": "fixed", **own, "readout.weight": "mean"}
+        regularised = {"regularised": "sum"} if self.gamma else {}
+        return {"*": "fixed", **self.statistics.reductions, **regularised, "readout.weight": "download"}
 
     # What becomes of a batch.
 
@@ -85,14 +111,14 @@ class RidgeTask(Task):
             yield states, targets.expand(len(states), *targets.shape)
 
     def add(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Add samples, so many of each client after the other, to the clients' A and B; how many count for each."""
+        """Add samples, so many of each client after the other, to the clients' statistics; how many count for each."""
         samples = 0
         for states, wanted in self.pairs(x, y):
             samples += len(states)
             parts = zip(*(torch.split(values, list(sizes), dim=1) for values in (states, wanted)), strict=True)
             for row, (mine, said) in enumerate(parts):
                 if mine.numel():
-                    accumulate(a[row], b[row], mine.flatten(0, 1), said.flatten(0, 1))
+                    self.statistics.add(a[row], b[row], mine.flatten(0, 1), said.flatten(0, 1))
         return [samples * size for size in sizes]
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
@@ -102,7 +128,8 @@ class RidgeTask(Task):
 
     def include(self, x: Tensor, y: Tensor) -> None:
         """Add samples to the sums in the readout."""
-        self.readout.n += self.add(self.readout.A[None], self.readout.B[None], x, y, [len(x)])[0]
+        for states, wanted in self.pairs(x, y):
+            self.readout.partial_fit(states.flatten(0, 1), wanted.flatten(0, 1))
 
     def count_step(self) -> None:
         """Move nothing, as no gradient is there: Lightning's checkpoints count optimizer steps."""
@@ -124,12 +151,25 @@ class RidgeTask(Task):
         return trainer.current_epoch + 1 == trainer.max_epochs or stream_of(trainer) is not None
 
     def on_after_aggregation(self) -> None:
-        if self.share == "statistics":
+        if self.share == "moments":
+            self.settle()
+        if self.share != "weights":
             self.solve()
+
+    def settle(self) -> None:
+        """Add what the moments of a round's clients tell to A and B."""
+        readout, moments = self.readout, self.moments
+        b = moments.second_moments()
+        readout.A += moments.sums.sum(dim=0)
+        readout.B += packed(b) if readout.symmetric else b
+        self.moments = GroupMoments(moments.groups, *readout.A.shape).to(self.device)
 
     @torch.no_grad()
     def solve(self) -> None:
         """Set the readout's weights from its statistics, with the only regulariser or the best one."""
+        if self.gamma:
+            add_to_diagonal(self.readout.B, self.readout.in_features, -self.gamma * int(self.regularised))
+            self.regularised.zero_()
         if len(self.betas) == 1:
             self.readout.solve()
             return
@@ -158,7 +198,7 @@ class RidgeTask(Task):
         self.log(f"{stage}/{self.targets.quantity}", metric, batch_size=len(y))
 
     def configure_optimizers(self) -> Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)  # nothing descends
+        return torch.optim.SGD([{"params": [*self.parameters()]}], lr=0.0)  # nothing descends; a body may have none
 
     # What a federation asks for.
 
@@ -190,10 +230,10 @@ class RidgeTask(Task):
     @property
     def local_models(self) -> bool:
         """Whether a client's own state makes predictions: its statistics do not, before they are solved."""
-        return self.share == "weights"
+        return self.share == "weights" or self.gamma > 0
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"betas": self.betas, "share": self.share}
+        return {"betas": self.betas, "share": self.share} | ({"gamma": self.gamma} if self.gamma else {})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["beta"] = self.readout.beta
@@ -214,11 +254,24 @@ class RidgeClassifier(RidgeTask):
         num_classes: Number of classes.
         beta: Regulariser, at least 0; of several, the one that does best on the validation samples after each round.
         symmetric: Whether only the upper triangle of B is kept and sent.
-        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
+        share: What a client sends: its ``"statistics"``; its own solution, the ``"weights"``; or the ``"moments"`` of
+            random groups of its samples, sums and numbers of each class, from which the server estimates B (Guan et al.
+            2026, STSA-E; see `GroupMoments`).
         min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as there are features.
+        random_features: The readout sees so many random features of the network's (RanPAC, and STSA, whose
+            regulariser is 1e6; see `RandomFeatures`); None: the network's own.
+        seed: Seed of the random features.
+        bias: Whether a column of ones comes last among the features. It is regularised as all others.
+        rank: Of B a client sends so many leading singular values and vectors, which the server merges and cuts again;
+            the solution lies in the space that they span (FedRAN); None: all of B.
+        gamma: Regulariser of each client's own readout, ``W_k = A_k (B_k + gamma I)^-1``, which is evaluated after its
+            training, and added to the B that it sends. Before it solves, the server takes it away as often as it has
+            come: the solution does not depend on it (He et al. 2025, AFL, whose absolute aggregation law comes to the
+            sums of A and B).
+        groups: Groups that a client's samples fall into, with ``share="moments"``.
 
     Raises:
-        ValueError: If an argument is out of range, or the network has no such features.
+        ValueError: If an argument is out of range, does not go with ``share``, or the network has no such features.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
@@ -235,12 +288,21 @@ class RidgeClassifier(RidgeTask):
         num_classes: int,
         beta: float | list[float] = 1.0,
         symmetric: bool = True,
-        share: Share = "statistics",
+        share: Share | Literal["moments"] = "statistics",
         min_samples: int | None = None,
+        random_features: int | None = None,
+        seed: int = 0,
+        bias: bool = False,
+        rank: int | None = None,
+        gamma: float = 0.0,
+        groups: int = 5,
     ) -> None:
-        features = embedding_body(model).features
-        super().__init__(features, OneHot(num_classes), beta, share, symmetric, min_samples)
+        own = embedding_body(model).features
+        features = (own if random_features is None else random_features) + bias
+        super().__init__(features, OneHot(num_classes), beta, share, symmetric, min_samples, rank, gamma, groups)
         self.model = model.eval()
+        self.random_features = None if random_features is None else RandomFeatures(own, random_features, seed)
+        self.bias = bias
         self.num_classes = num_classes
         self.features = features
 
@@ -256,16 +318,17 @@ class RidgeClassifier(RidgeTask):
 
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
-        """The network's features of samples, shape (batch, features)."""
+        """The features of samples that the readout sees, shape (batch, features)."""
         body: EmbedsSamples = embedding_body(self.model)
-        return body.embed(x)
+        return expanded(body.embed(x), self.random_features, self.bias)
 
     def seen(self, x: Tensor) -> Iterator[Tensor]:
         yield self.embed(x)[None]
 
     def network(self) -> FeatureReadout:
         """A plain network that predicts as this task does now."""
-        network = FeatureReadout(copy.deepcopy(embedding_body(self.model)), self.num_classes)
+        body, lift = copy.deepcopy((embedding_body(self.model), self.random_features))
+        network = FeatureReadout(body, self.num_classes, lift, self.bias)
         network.weight.copy_(self.readout.weight)
         return network
 

@@ -14,7 +14,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
-from lightning_fcl.models.ridge import solve, square
+from lightning_fcl.models.ridge import add_to_diagonal, solve, square
 
 if TYPE_CHECKING:
     from lightning_fcl.tasks.reservoir import ReservoirTask
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Share = Literal["statistics", "weights"]
-"""What a client sends."""
+"""What a client of any ridge regression may send."""
 
 # Of all statistics of a cohort together, in bytes: where it is used up, fewer clients run side by side.
 COHORT_BYTES = 128 * 2**20
@@ -53,8 +53,13 @@ class RidgeTrainer:
         optimizers: Sequence[Memory],
     ) -> None:
         self.client_rounds, self.memories = clients, memories
-        self._a, self._b = (torch.stack([self._begun(state, f"readout.{name}") for state in states]) for name in "AB")
+        statistics = self.module.statistics
+        self._a, b = (torch.stack([self._begun(state, name) for state in states]) for name in statistics.names)
+        self._b = statistics.begin(b, clients)
         self._n = [int(self._begun(state, "readout.n")) for state in states]
+        if self.module.gamma:  # what could not be sent holds it
+            for row, state in zip(self._b, states, strict=True):
+                add_to_diagonal(row, self._a.shape[-1], -self.module.gamma * int(state["regularised"]))
 
     def _begun(self, state: State, name: str) -> Tensor:
         """What a client's sums begin with: nothing, or what has stayed with it, if that is of the same body."""
@@ -74,7 +79,7 @@ class RidgeTrainer:
     def finish(self) -> Trained:
         module = self.module
         for part, n in zip(self.client_rounds, self._n, strict=True):
-            if module.share == "statistics" and n < module.min_samples and part.client not in self._warned:
+            if module.share != "weights" and n < module.min_samples and part.client not in self._warned:
                 self._warned.add(part.client)
                 log.warning(
                     "The statistics of client %s are of %d samples, below `min_samples`=%d: they can reveal its data. "
@@ -83,17 +88,27 @@ class RidgeTrainer:
                     n,
                     module.min_samples,
                 )
+        a_name, b_name = module.statistics.names
         changed = {
-            "readout.A": self._a,
-            "readout.B": self._b,
+            a_name: self._a,
+            b_name: module.statistics.finish(self._b),
             "readout.n": torch.tensor(self._n, device=self._a.device),
         }
-        if module.share == "weights":
-            each = zip(self._a, self._b, strict=True)
-            changed["readout.weight"] = torch.stack(
-                [solve(a, square(b, a.shape[1]), module.readout.beta) for a, b in each]
-            )
+        if module.local_models:
+            beta, each = module.gamma or module.readout.beta, zip(self._a, self._b, strict=True)
+            changed["readout.weight"] = torch.stack([own_solution(a, b, beta) for a, b in each])
+        if module.gamma:
+            for row in self._b:
+                add_to_diagonal(row, self._a.shape[-1], module.gamma)
+            changed["regularised"] = torch.ones(len(self._b), dtype=torch.long, device=self._a.device)
         return Trained(with_rows(module, len(self.client_rounds)) | changed, self.memories)
+
+
+def own_solution(a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """A client's own weights, NaN if its statistics are not finite: it is left out, by name."""
+    if torch.isfinite(a).all() and torch.isfinite(b).all():
+        return solve(a, square(b, a.shape[1]), beta)
+    return torch.full_like(a, torch.nan)
 
 
 class ReservoirTrainer(RidgeTrainer):

@@ -17,6 +17,7 @@ from lightning_fcl.running.rows import config_words, find_recipe, named_recipes
 RECIPES = named_recipes()
 OF_EACH_PAPER = [
     "quickstart",
+    "analytic/stsa-e",
     "fedclip/wesad-75-fedclip-replay",
     "fedclip-hhar/25-fedip-sigma-0-1-over-5-rounds",
     "fedvit/gem-own-head",

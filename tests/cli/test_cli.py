@@ -200,8 +200,8 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, error_of, monkeypatch):
 
 def test_reproduce_names_what_is_wrong(error_of):
     assert (
-        "Expected `paper` to be one of fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, frozen-lite0, incfed, "
-        "odfcl, ucihar-reservoir but got flwff" in error_of(["reproduce", "flwff"])
+        "Expected `paper` to be one of analytic, fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, frozen-lite0, "
+        "incfed, odfcl, ucihar-reservoir but got flwff" in error_of(["reproduce", "flwff"])
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
     assert "but got NoRow" in error_of(["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
@@ -219,6 +219,7 @@ def test_reproduce_names_what_is_wrong(error_of):
         ("frozen-lite0", 1),
         ("odfcl", 28),
         ("fedvit", 171),
+        ("analytic", 6),
     ],
 )
 def test_every_recipe_is_part_of_a_row(paper, number):

@@ -31,6 +31,7 @@ NEEDED = {
     },
     "LoRA": {"net": MLP([4, 3, 2]), "rank": 2, "head": "3.*"},
     "MLP": {"sizes": [4, 3, 2]},
+    "RandomFeatures": {"in_features": 3, "out_features": 5},
     "ReservoirReadout": {"reservoir": EchoStateNetwork(3, units=7), "outputs": 2},
     "RidgeReadout": {"in_features": 3, "out_features": 2},
     "SplitViT": {"body": MLP([12, 3]), "features": 3, "image_size": 2},

@@ -147,6 +147,35 @@ def test_more_samples_than_there_are_cannot_be_taken_away():
     assert readout.n == 0 and not readout.A.any()
 
 
+@pytest.mark.parametrize("rank", [3, 8])
+def test_low_rank_keeps_the_leading_directions_of_what_is_merged(rank):
+    states, targets = samples()
+    merged = RidgeReadout(8, 3, 0.1, rank=rank)
+    for rows, wanted in zip(states.split(100), targets.split(100), strict=True):
+        (part := RidgeReadout(8, 3, 0.1, rank=rank)).partial_fit(rows, wanted)
+        merged.add(part)
+    cut = [of_rank(rows.double().numpy(), rank) for rows in states.split(100)]
+    _, sizes, vectors = np.linalg.svd(of_rank(np.vstack(cut), rank), full_matrices=False)
+    square, space = sizes[:rank] ** 2, vectors[:rank].T
+    np.testing.assert_allclose((merged.B.T @ merged.B).numpy(), space * square @ space.T, rtol=0, atol=1e-9)
+    merged.solve()
+    a = targets.double().numpy().T @ states.double().numpy()
+    np.testing.assert_allclose(merged.weight.numpy(), a @ space / (square + 0.1) @ space.T, rtol=0, atol=1e-9)
+    if rank == 8:
+        np.testing.assert_allclose(merged.weight.numpy(), by_numpy(states, targets, 0.1), rtol=0, atol=1e-9)
+    message = (
+        f"Expected a readout with all of B to take samples away from but got one of rank {rank}: what was cut off of "
+        "all samples together tells nothing of some. Leave out `rank`."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        merged.remove(part)
+
+
+def of_rank(rows, rank):
+    _, sizes, vectors = np.linalg.svd(rows, full_matrices=False)
+    return sizes[:rank, None] * vectors[:rank]
+
+
 def test_reset_forgets_statistics_but_not_the_solution():
     readout = fitted(samples())
     readout.solve()

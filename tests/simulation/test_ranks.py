@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
-from lightning_fcl import FedBuff, FederatedStrategy, Speeds
+from lightning_fcl import FedBuff, FederatedStrategy, RidgeClassifier, Speeds
 from lightning_fcl.callbacks import (
     CCVR,
     EWC,
@@ -221,6 +221,18 @@ def test_reservoirs(ranks, make_reservoir_task, make_series_stream, methods):
         found.append(
             ranks(number, task, make_series_stream(clients=4, rounds_per_experience=3), methods(), cohort_size=2)[:2]
         )
+    assert found[0] == found[1]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("options", [{"rank": 3}, {"share": "moments", "groups": 2}, {"gamma": 1.0}])
+def test_ridge_regressions(ranks, make_stream, options):
+    """What is gathered stands in the clients' order on any number of ranks."""
+    found = []
+    for number in (1, 2):
+        torch.manual_seed(0)
+        task = RidgeClassifier(MLP([6, 4]), 4, min_samples=1, **options)
+        found.append(ranks(number, task, make_stream(clients=4, rounds_per_experience=2), cohort_size=2)[:2])
     assert found[0] == found[1]
 
 

@@ -129,6 +129,21 @@ def test_the_base_session_counts_and_no_miss_loses_a_sample(fit, swarm):
 
 
 @pytest.mark.seconds
+@pytest.mark.parametrize(
+    "options", [{"random_features": 40, "bias": True, "gamma": 1.0}, {"random_features": 40, "rank": 40}]
+)
+def test_a_body_that_the_base_session_trains_goes_with_all_arguments(fit, options):
+    """As in STSA."""
+    task = RidgeClassifier(network(6), 6, beta=0.5, **options)
+    stream = federated(fit, task)
+    used = np.concatenate([stream.plan.base, *(part for current in stream.plan.train for part in current.values())])
+    x, y = stream.take(used)
+    states = task.embed(x).numpy()
+    expected = np.linalg.solve(states.T @ states + 0.5 * np.eye(states.shape[1]), states.T @ np.eye(6)[y]).T
+    np.testing.assert_allclose(task.readout.weight, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+
+
+@pytest.mark.seconds
 def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
     class Readouts(ContinualMetrics):
         def __init__(self):

@@ -1,0 +1,406 @@
+"""The analytic family on one task: whatever clients send, the server's solution is the paper's, by NumPy."""
+
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl import FederatedStream, RidgeClassifier
+from lightning_fcl.callbacks import Unlearning
+from lightning_fcl.data.partition import IID, Dirichlet, Shards
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.models import MLP
+from lightning_fcl.models.ridge import GroupMoments, accumulate_groups
+
+pytestmark = pytest.mark.rounding
+
+FEATURES, CLASSES = 6, 20
+
+
+def arrays(samples=1200, classes=CLASSES, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.permutation(np.arange(samples) % classes)
+    return (rng.normal(size=(samples, FEATURES)) + rng.normal(size=(classes, FEATURES))[y]).astype(np.float32), y
+
+
+def streamed(data, clients=5, experiences=1, **options):
+    options = {"partition": IID(clients), "split": Split(test=0.0), "batch_size": 16, "seed": 0, **options}
+    scenario = ClassIncremental(experiences, rounds_per_experience=options.pop("rounds", 1))
+    return FederatedStream.from_arrays(*data, scenario=scenario, **options)
+
+
+def ridge(classes=CLASSES, **options):
+    """A task on the inputs themselves, which are its features."""
+    torch.manual_seed(0)
+    return RidgeClassifier(MLP([FEATURES, classes]), classes, **{"beta": 0.5, "min_samples": 0, **options})
+
+
+def seen(task, x):
+    """What the readout should see, in NumPy."""
+    x = np.asarray(x, dtype=np.float64)
+    if task.random_features is not None:
+        x = np.maximum(x @ task.random_features.weight.numpy(), 0)
+    return np.hstack([x, np.ones((len(x), 1))]) if task.bias else x
+
+
+def solution(task, x, y, beta=0.5, b=None):
+    """The solution on all samples, in NumPy; ``b``: what stands in place of S^T S."""
+    states, targets = seen(task, x), np.eye(task.num_classes)[np.asarray(y)]
+    b = states.T @ states if b is None else b
+    return np.linalg.solve(b + beta * np.eye(len(b)), states.T @ targets).T
+
+
+def assert_near(found, expected, tolerance=1e-9):
+    expected = np.asarray(expected)
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+KINDS = {
+    "AFL": {"gamma": 1.0},
+    "RanPAC": {"random_features": 15, "seed": 3},
+    "bias": {"bias": True},
+    "all": {"gamma": 2.0, "random_features": 15, "bias": True},
+    "square": {"gamma": 2.0, "random_features": 15, "bias": True, "symmetric": False},
+}
+FULL_RANK = {"rank": 16, "random_features": 15, "bias": True}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "full rank"])
+@pytest.mark.parametrize(
+    ("partition", "experiences"), [(IID(1), 1), (IID(50), 1), (Dirichlet(50, 0.1), 10), (Shards(5, 2), 2)]
+)
+def test_any_split_is_the_pooled_solution(fit, kind, partition, experiences):
+    data, task = arrays(), ridge(**KINDS.get(kind, FULL_RANK))
+    fit(task, streamed(data, experiences=experiences, partition=partition))
+    assert_near(task.readout.weight, solution(task, *data))
+    assert int(task.readout.n) == len(data[1])
+    with torch.no_grad():
+        assert_near(task(torch.from_numpy(data[0])), seen(task, data[0]) @ solution(task, *data).T, 1e-5)
+        assert_near(task.network()(torch.from_numpy(data[0])), seen(task, data[0]) @ solution(task, *data).T)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("kind", ["AFL", "all"])
+def test_a_thousand_clients_are_one(fit, kind):
+    data = arrays(samples=2500)
+    task = ridge(**KINDS[kind])
+    fit(task, streamed(data, experiences=2, client=np.random.default_rng(1).integers(1000, size=2500), partition=None))
+    assert_near(task.readout.weight, solution(task, *data))
+
+
+def law(first, second):
+    """The absolute aggregation law of He et al. (2025): of two clients' W and C those of both."""
+    (w, c), (v, d) = first, second
+    r, q = np.linalg.inv(c), np.linalg.inv(d)
+    joint, one = np.linalg.inv(c + d), np.eye(len(c))
+    return (one - r @ d + r @ d @ joint @ d) @ w + (one - q @ c + q @ c @ joint @ c) @ v, c + d
+
+
+class Watched(L.Callback):
+    """What an entry has come to by clients' training."""
+
+    def __init__(self, entry):
+        self.entry, self.own = entry, {}
+
+    def on_client_end(self, trainer, module, part):
+        self.own[part.client] = module.state_dict()[self.entry].clone()
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("seed", range(3))
+def test_afl_is_its_law_with_the_regularisers_taken_away(fit, seed, cohort_size):
+    data, task, watched = arrays(seed=seed), ridge(gamma=0.3, beta=0.5), Watched("readout.weight")
+    stream = streamed(data, clients=50)
+    fit(task, stream, [watched], cohort_size=cohort_size)
+    uploads = []
+    for client, rows in stream.plan.train[0].items():
+        x, y = stream.take(rows)
+        own = solution(task, x, y, beta=0.3)
+        assert_near(watched.own[client], own)
+        uploads.append((own.T, x.double().numpy().T @ x.double().numpy() + 0.3 * np.eye(FEATURES)))
+    order = np.random.default_rng(seed).permutation(50)
+    together = uploads[order[0]]
+    for number in order[1:]:
+        together = law(together, uploads[number])
+    w, c = together
+    clean = np.linalg.solve(c - 50 * 0.3 * np.eye(FEATURES) + 0.5 * np.eye(FEATURES), c @ w)
+    assert_near(task.readout.weight, clean.T)
+    kept = np.linalg.solve(c + 0.5 * np.eye(FEATURES), c @ w)  # not cleaned
+    assert np.abs(kept - clean).max() > 1e-3 * np.abs(clean).max()
+
+
+def test_random_features_are_those_of_the_seed():
+    one, same, other = (ridge(random_features=500, seed=seed).random_features.weight for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert one.shape == (FEATURES, 500) and abs(float(one.mean())) < 0.1 and abs(float(one.std()) - 1) < 0.1
+    task = ridge(random_features=500).to(torch.bfloat16)
+    assert torch.equal(task.random_features.weight, ridge(random_features=500).random_features.weight)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 12}])
+def test_the_best_of_several_betas_on_validation_samples(fit, options):
+    betas = [1e-6, 1e-2, 1.0, 1e2, 1e6]
+    task = ridge(beta=betas, random_features=30, **options)
+    stream = streamed(arrays(), split=Split(test=0.0, validation=0.2))
+    fit(task, stream)
+    states, y = (torch.cat(part) for part in zip(*stream.val_dataloader(), strict=True))
+    states = torch.from_numpy(seen(task, states))
+    right = [int((((states @ w.T).argmax(dim=1)) == y).sum()) for w in task.readout.solutions(betas)]
+    assert task.readout.beta == betas[int(np.argmax(right))] and len({*right}) > 1
+    torch.testing.assert_close(task.readout.weight, task.readout.solutions([task.readout.beta])[0], rtol=0, atol=1e-9)
+
+
+# Low rank.
+
+
+def of_rank(rows, rank):
+    """The leading right singular vectors, and the squares of their values."""
+    _, sizes, vectors = np.linalg.svd(rows, full_matrices=False)
+    return vectors[:rank].T, sizes[:rank] ** 2
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("batch_size", [4, 100])
+def test_low_rank_is_solved_in_the_space_that_is_left(fit, cohort_size, batch_size):
+    """Of eight samples each all that there is arrives, but no sample as it is."""
+    data, task, watched = arrays(samples=40, classes=4), ridge(4, rank=9, random_features=20), Watched("readout.B")
+    fit(task, streamed(data, clients=5, batch_size=batch_size), [watched], cohort_size=cohort_size)
+    for rows in watched.own.values():
+        products = (rows @ rows.T).numpy()
+        assert_near(products, np.diag(products.diagonal()))
+    states, targets = seen(task, data[0]), np.eye(4)[data[1]]
+    vectors, squares = of_rank(states, 9)
+    assert_near(task.readout.weight, (vectors / (squares + 0.5) @ vectors.T @ (states.T @ targets)).T)
+    assert_near(task.readout.A, targets.T @ states)
+    whole = (np.linalg.inv(vectors * squares @ vectors.T + 0.5 * np.eye(20)) @ states.T @ targets).T  # not projected
+    assert np.abs(whole - task.readout.weight.numpy()).max() > 0.1 * np.abs(whole).max()
+
+
+def test_low_rank_sends_less_and_what_clients_cut_off_is_lost(fit):
+    data, task = arrays(samples=200, classes=4), ridge(4, rank=9, random_features=20)
+    stream = streamed(data, clients=2)
+    trainer = fit(task, stream)
+    cut = []
+    for rows in stream.plan.train[0].values():
+        vectors, squares = of_rank(seen(task, stream.take(rows)[0]), 9)
+        cut.append(np.sqrt(squares)[:, None] * vectors.T)
+    vectors, squares = of_rank(np.vstack(cut), 9)
+    b = task.readout.B.numpy()
+    assert_near(b.T @ b, vectors * squares @ vectors.T)
+    assert {*trainer.strategy.server.record.upload_bytes.values()} == {8 * (9 * 20 + 4 * 20 + 1)}
+
+
+# Moments.
+
+
+def test_groups_of_one_sample_tell_all(fit):
+    data, task = arrays(samples=60, classes=4), ridge(4, share="moments", groups=12, random_features=20, bias=True)
+    fit(task, streamed(data, clients=5, experiences=2))
+    assert_near(task.readout.weight, solution(task, *data))
+    assert int(task.readout.n) == 60 and not task.moments.sums.any()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_moments_come_to_the_papers_estimate(fit, symmetric):
+    """By the formula, over the groups that hold a class; batch after batch samples go to the groups in turn."""
+    data, task = arrays(samples=300, classes=4), ridge(4, share="moments", groups=3, symmetric=symmetric)
+    stream, sent = streamed(data, clients=4, experiences=2, batch_size=7), []
+
+    class Moments(L.Callback):
+        def on_client_end(self, trainer, module, part):
+            sent.append((part.round, module.moments.sums.numpy().copy(), module.moments.counts.numpy().copy()))
+
+    trainer = fit(task, stream, [Moments()])
+    b = np.zeros((FEATURES, FEATURES))
+    for round in range(2):
+        sums = np.concatenate([s for number, s, _ in sent if number == round])
+        counts = np.concatenate([n for number, _, n in sent if number == round])
+        assert counts.sum() == sum(map(len, stream.plan.train[round].values()))
+        for c in range(4):
+            n, k = counts[:, c].sum(), (counts[:, c] > 0).sum()
+            if n == 0:
+                continue
+            a, less = (n - 1) / (k - 1), (n - k) / ((k - 1) * n)
+            for s, number in zip(sums[:, c], counts[:, c], strict=True):
+                b += a * np.outer(s, s) / number if number else 0
+            b -= less * np.outer(sums[:, c].sum(axis=0), sums[:, c].sum(axis=0))
+    assert_near(task.readout.weight, solution(task, *data, b=b))
+    states = seen(task, data[0])
+    assert_near(task.readout.A, np.eye(4)[data[1]].T @ states)
+    exact = states.T @ states
+    assert 1e-3 < np.linalg.norm(b - exact) / np.linalg.norm(exact) < 0.3
+    dense = 8 * 3 * 4 * (FEATURES + 1) + 8 * 4 * FEATURES
+    assert max(trainer.strategy.server.record.upload_bytes.values()) < dense  # classes of the other task take a bit
+
+
+def test_moments_are_right_on_average():
+    """Over random groupings of two classes, one of which some groups do not hold."""
+    rng = np.random.default_rng(0)
+    states = torch.from_numpy(rng.normal(size=(40, 5)) + 1)
+    classes = torch.tensor([0] * 33 + [1] * 7)
+    targets, estimates = torch.nn.functional.one_hot(classes), []
+    for _ in range(1000):
+        moments, order = GroupMoments(8, 2, 5), rng.permutation(40)
+        accumulate_groups(moments.sums, moments.counts, states[order], targets[order])
+        estimates.append(moments.second_moments())
+    found = torch.stack(estimates)
+    error = found.std(dim=0) / 1000**0.5
+    assert ((found.mean(dim=0) - states.T @ states).abs() < 5 * error).all()
+    assert (found[0] - states.T @ states).abs().max() > 1
+
+
+# Clients and classes that come and go.
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "full rank"])
+def test_columns_of_classes_that_nobody_has_seen_are_zero(fit, kind):
+    data, task, after = arrays(), ridge(**KINDS.get(kind, FULL_RANK)), []
+
+    class Columns(L.Callback):
+        def on_round_end(self, trainer, module):
+            after.append(module.readout.weight.clone())
+
+    stream = streamed(data, experiences=4)
+    fit(task, stream, [Columns()])
+    order, done = stream.plan.order, []
+    for number, weight in enumerate(after):
+        done += [rows for rows in stream.plan.train[number].values()]
+        x, y = stream.take(np.concatenate(done))
+        unseen = np.setdiff1d(np.arange(CLASSES), y)
+        assert len(unseen) == 15 - 5 * number and not weight[unseen].any()
+        assert_near(weight, solution(task, x, y))
+    assert order is None or len(order) == CLASSES
+
+
+class Absent(L.Callback):
+    """Clients that have no data in some rounds."""
+
+    def __init__(self, rounds):
+        self.rounds = rounds
+
+    def on_fit_start(self, trainer, pl_module):
+        for client, rounds in self.rounds.items():
+            for round in rounds:
+                trainer.datamodule.plan.train[round].pop(client, None)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_fifty_clients_one_is_forgotten_at_a_late_task(fit, kind):
+    data, tasks, after = arrays(samples=2000), [], [[], []]
+
+    class Weights(L.Callback):
+        def __init__(self, kept):
+            self.kept = kept
+
+        def on_round_end(self, trainer, module):
+            self.kept.append(module.readout.weight.clone())
+
+    for method, kept in zip((Unlearning({"7": 6}), Absent({"7": range(10)})), after, strict=True):
+        tasks.append(task := ridge(**KINDS[kind]))
+        fit(task, streamed(data, clients=50, experiences=10), [method, Weights(kept)])
+    for round, (forgotten, never) in enumerate(zip(*after, strict=True)):
+        same = bool((forgotten - never).abs().max() < 1e-9 * never.abs().max())
+        assert same == (round >= 6), round
+    assert int(tasks[0].readout.n) == int(tasks[1].readout.n) < 2000
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "full rank", "one sample a group"])
+def test_who_comes_late_or_drops_out_and_comes_back_counts_once(fit, kind):
+    """Clients 1 and 2 are out of reach at times, and send it all later; 3 comes late, and 4 leaves."""
+    options = {**KINDS, "one sample a group": {"share": "moments", "groups": 1200}}.get(kind, FULL_RANK)
+    data, task = arrays(), ridge(**options)
+    stream = streamed(data, experiences=5)
+    swarm = Swarm(missing={"1": [0, 1, 3], "2": [1]}, leaves={"4": 3})
+    absent = Absent({"3": [0, 1], "4": [3, 4]})
+    fit(task, stream, [absent], swarm=swarm)
+    used = [rows for current in stream.plan.train for rows in current.values()]
+    assert_near(task.readout.weight, solution(task, *stream.take(np.concatenate(used))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_who_was_out_of_reach_is_forgotten_whole(fit, kind, after):
+    """After round 1 what client 1 has not sent yet goes with it."""
+    weights = []
+    for method in (Unlearning({"1": after}), Absent({"1": range(4)})):
+        task = ridge(**KINDS[kind])
+        swarm = Swarm(missing={"1": [1]} if isinstance(method, Unlearning) else {})
+        fit(task, streamed(arrays(), experiences=4), [method], swarm=swarm)
+        weights.append(task.readout.weight)
+    assert_near(*weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"share": "weights"}, "shares its weights: means cannot be taken apart."),
+        ({"share": "moments"}, "shares moments, which the server weighs by those of all clients of a round."),
+        ({"rank": 3}, "keeps the `rank` leading directions of all clients' samples: what one has added cannot be told"),
+    ],
+)
+def test_what_cannot_be_taken_apart_is_refused(fit, options, reason):
+    with pytest.raises(ValueError, match=re.escape(f"but got a `RidgeClassifier` that {reason}")):
+        fit(ridge(**options), streamed(arrays()), [Unlearning({"1": 0})])
+
+
+@pytest.mark.parametrize("options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"share": "moments"}])
+def test_a_fit_that_goes_on_comes_to_the_same_bits(fit, options, tmp_path):
+    data, whole, cut, again = arrays(), *(ridge(**options) for _ in range(3))
+    fit(whole, streamed(data, experiences=4))
+    fit(cut, streamed(data, experiences=4), max_epochs=2).save_checkpoint(tmp_path / "two.ckpt")
+    fit(again, streamed(data, experiences=4), ckpt_path=tmp_path / "two.ckpt")
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in again.state_dict().items())
+    loaded = RidgeClassifier.load_from_checkpoint(tmp_path / "two.ckpt")
+    assert all(torch.equal(value, cut.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [*KINDS.values(), FULL_RANK])
+def test_it_solves_in_a_plain_trainer(quiet, options):
+    (x, y), task = arrays(), ridge(**options)
+    data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    L.Trainer(max_epochs=2, **quiet).fit(task, torch.utils.data.DataLoader(data, batch_size=100))
+    assert_near(task.readout.weight, solution(task, x, y))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": "sums"}, 'Expected `share` to be "statistics", "weights" or "moments" but got "sums".'),
+        ({"rank": 3, "gamma": 1.0}, "but got rank=3 and gamma=1.0 with `share=\"statistics\"`. Leave them out."),
+        ({"rank": 3, "share": "moments"}, "Expected `rank` or `gamma` alone, and with `share=\"statistics\"`"),
+        ({"gamma": 1.0, "share": "weights"}, "but got rank=None and gamma=1.0 with `share=\"weights\"`."),
+        ({"rank": 7}, "Expected `rank` to be between 1 and 6 but got 7."),
+        ({"gamma": -1.0}, "Expected `gamma` to be at least 0 but got -1.0."),
+        ({"random_features": 0}, "Expected `out_features` to be at least 1 but got 0."),
+        ({"share": "moments", "groups": 0}, "Expected `groups` to be at least 1 but got 0."),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ridge(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [*KINDS.values(), FULL_RANK, {"rank": 3}, {"share": "moments"}, {"share": "weights"}]
+)
+def test_a_client_whose_numbers_are_not_finite_is_left_out_by_name(fit, options):
+    class Overflows(torch.nn.Module):
+        features = FEATURES
+
+        def embed(self, x):
+            return x.where(x.abs() < 100, torch.nan)
+
+    (x, y), owner, weights = arrays(), np.arange(1200) % 5, []
+    x[owner == 0] *= 1000
+    for first in (0, 1):
+        task, rows = RidgeClassifier(Overflows(), CLASSES, **{"beta": 0.5, **options}), owner >= first
+        stream = streamed((x[rows], y[rows]), client=owner[rows], partition=None)
+        dropped = fit(task, stream).strategy.server.record.dropped
+        assert list(dropped) == ["0"] * (first == 0)
+        weights.append(task.readout.weight)
+    assert_near(*weights)
