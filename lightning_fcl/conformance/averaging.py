@@ -47,10 +47,26 @@ def _(kind: type[Method]) -> None:
             raise AssertionError(f"the penalty is {found:.6f} and not {wanted:.6f}")
 
 
-@states("FedProx", "one client that takes one step is FedAvg: it has not moved yet")
-def _(kind: type[Method]) -> None:
-    found, wanted = (train(methods, stream_of(tasks=1, batch_size=240)) for methods in ([make(kind)], []))
-    assert_same(found, wanted, "of one step a round")
+def _is_fedavg_in(
+    claim: str, says: str, tasks: int = 2, rounds: int = 2, clients: int = 3, batch_size: int = 8
+) -> None:
+    @states(claim, f"{says}: it is FedAvg")
+    def _(kind: type[Method]) -> None:
+        streams = (stream_of(clients, tasks, rounds, batch_size=batch_size) for _ in range(2))
+        found, wanted = (train(methods, stream) for methods, stream in zip(([make(kind)], []), streams, strict=True))
+        assert_same(found, wanted, says)
+
+
+_is_fedavg_in("FedProx", "in a round of one step no client has moved yet when it takes it", batch_size=240)
+_is_fedavg_in("SCAFFOLD", "in the first round no client has a variate", tasks=1, rounds=1)
+_is_fedavg_in("SCAFFOLD", "in rounds of one step corrections add up to nothing over all clients", batch_size=240)
+_is_fedavg_in("SCAFFOLD", "of a single client there is nothing to correct", clients=1)
+_is_fedavg_in("FedNova", "where all clients take equally many steps all count alike", batch_size=240)
+_is_fedavg_in("RegMean", "a single client gets its own weights back", clients=1)
+_is_fedavg_in(
+    "LogitAdjustment", "of a client with equally many samples of each class no logit moves", tasks=1, clients=1
+)
+_is_fedavg_in("FOT", "in the first task there is nothing to keep", tasks=1)
 
 
 def _server_is_fedavg(claim: str) -> None:
@@ -73,9 +89,3 @@ def _(kind: type[Method]) -> None:
     assert_close(heads[1], heads[0], "the server's head", tolerance=0)
     if all(torch.equal(*pair) for pair in zip(*(body.values() for body in bodies), strict=True)):
         raise AssertionError("the server's body has not learnt, either")
-
-
-@states("LogitAdjustment", "a client that has equally many samples of every class trains as without it")
-def _(kind: type[Method]) -> None:
-    found, wanted = (train(methods, stream_of(clients=1, tasks=1)) for methods in ([make(kind)], []))
-    assert_same(found, wanted, "of a balanced client")

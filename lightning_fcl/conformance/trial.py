@@ -81,13 +81,13 @@ def task_of(rate: float = 0.1, seed: int = 0) -> Classifier:
 def train(
     methods: Sequence[Method] = (),
     stream: FederatedStream | None = None,
-    task: Classifier | None = None,
+    task: L.LightningModule | None = None,
     callbacks: Sequence[Callback] = (),
     max_epochs: int | None = None,
     precision: Literal["64-true", "32-true"] = "64-true",
     ckpt_path: str | None = None,
     **strategy: Any,
-) -> Classifier:
+) -> Any:
     """A classifier that clients have trained, one at a time unless ``cohort_size`` says otherwise."""
     stream, task = stream_of() if stream is None else stream, task_of() if task is None else task
     usual: dict[str, Any] = {"cohort_size": 1, "client_weights": "uniform", "reductions": rules_for(*methods)}

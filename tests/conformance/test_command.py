@@ -58,7 +58,7 @@ def test_a_right_implementation_holds(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("way", "failing"),
     [
-        ("towards zero", ["the penalty is mu / 2", "one client that takes one step"]),
+        ("towards zero", ["the penalty is mu / 2", "in a round of one step"]),
         ("without the half", ["the penalty is mu / 2"]),
     ],
 )

@@ -6,8 +6,7 @@ import random
 import pytest
 import torch
 
-import lightning_fcl
-from lightning_fcl import methods
+from lightning_fcl import RidgeClassifier, methods
 from lightning_fcl.conformance import NotTriedError, statements_of
 from lightning_fcl.conformance.statement import STATEMENTS
 from lightning_fcl.methods import Method
@@ -140,12 +139,34 @@ def counts_one_client_twice(kind):
     return CountsOneClientTwice
 
 
+def weighs_by_batch(kind):
+    class WeighsByBatch(kind):
+        def pairs(self, x, y):
+            for states, wanted in super().pairs(x, y):
+                yield states * (1 + 0.001 * states.shape[1]), wanted
+
+    return WeighsByBatch
+
+
+def says_more(kind):
+    class SaysMore(kind):
+        def forward(self, x):
+            return super().forward(x) + 0.001
+
+    return SaysMore
+
+
 MUTANTS = {
+    "AFL": weighs_by_batch,
+    "AnalyticFCL: of tasks": weighs_by_batch,
+    "AnalyticFCL: what it says": says_more,
+    "FedRAN": weighs_by_batch,
+    "RanPAC": weighs_by_batch,
+    "SI: a second task": idle,
     "FedProx: the penalty is": twice,
     "FedRep: heads never leave": sends_its_head,
     "EWC: a second task": idle,
     "MAS: a second task": idle,
-    "SI: a second task": idle,
     "LwF: the old model's answers": idle,
     "GEM: no step goes against": idle,
     "AGEM: no step goes against": idle,
@@ -155,7 +176,7 @@ MUTANTS = {
 
 
 def library(claim):
-    return Plain if claim == "Method" else getattr(methods, claim, None) or getattr(lightning_fcl, claim)
+    return Plain if claim == "Method" else getattr(methods, claim, None) or type(claim, (RidgeClassifier,), {})
 
 
 def mutant_of(statement):
