@@ -7,14 +7,17 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import assert_same, distance, make, stream_of, train
+from lightning_fcl.conformance.trial import CLASSES, assert_same, distance, make, stream_of, train
+from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.step import Step
 
 _SEEDS = range(4)
 
@@ -26,7 +29,7 @@ def _first_task_is_fedavg(claim: str) -> None:
         assert_same(found, wanted, "in the first task")
 
 
-for _claim in ("EWC", "MAS", "SI", "LwF", "GEM", "AGEM"):
+for _claim in ("EWC", "MAS", "SI", "LwF", "GEM", "AGEM", "ReFed"):
     _first_task_is_fedavg(_claim)
 
 
@@ -94,6 +97,7 @@ def _never_against_the_past(kind: type[Method], **arguments: Any) -> None:
         raise AssertionError(f"a step has cosine {min(against):.4f} with the gradient of the past task")
 
 
+@states("ReFed", "with room for all, every sample of the past joins one batch of every epoch of the next task")
 @states("Replay", "with room for all, every sample of the past joins one batch of every epoch of the next task")
 def _(kind: type[Method]) -> None:
     seen = _Seen()
@@ -105,6 +109,19 @@ def _(kind: type[Method]) -> None:
         wanted = Counter(stream.y[torch.cat([torch.from_numpy(own) for own in rows])].tolist())
         if seen.labels[round] != wanted:
             raise AssertionError(f"in round {round + 1} the labels trained on are {seen.labels[round]}, not {wanted}")
+
+
+@states("GLFC", "where all samples learn at one pace and no class is old, it is the mean binary cross-entropy")
+def _(kind: type[Method]) -> None:
+    draws, y, method = torch.Generator().manual_seed(0), torch.arange(12) % CLASSES, make(kind)
+    z = torch.randn(12, CLASSES, generator=draws, dtype=torch.float64)
+    z[torch.arange(12), y] = 0.5
+    client = Client(part=ClientRound("0", 0, num_classes=CLASSES, new_classes=tuple(range(CLASSES))))
+    client.memory = method.on_download(client)
+    found = float(method.penalty(client, Step({"w": z}, {}, z, z, lambda state, x: x, y=y)))
+    wanted = float(F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double()))
+    if (weight := method.task_weight(client)) != 0 or abs(found - wanted) > 1e-6:
+        raise AssertionError(f"beside {weight} of the task loss it is {found:.6f} and not {wanted:.6f}")
 
 
 class _Seen(Callback):

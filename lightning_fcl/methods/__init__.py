@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.fedvit import LowestLoss as LowestLoss
     from lightning_fcl.methods.fedweit import FedWEIT as FedWEIT
     from lightning_fcl.methods.fot import FOT as FOT
+    from lightning_fcl.methods.glfc import GLFC as GLFC
     from lightning_fcl.methods.importance import EWC as EWC
     from lightning_fcl.methods.importance import MAS as MAS
     from lightning_fcl.methods.logit_adjustment import LogitAdjustment as LogitAdjustment
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.projection import flatten as flatten
     from lightning_fcl.methods.prototypes import FedProto as FedProto
     from lightning_fcl.methods.prototypes import ICaRL as ICaRL
+    from lightning_fcl.methods.refed import ReFed as ReFed
     from lightning_fcl.methods.regmean import LoRM as LoRM
     from lightning_fcl.methods.regmean import RegMean as RegMean
     from lightning_fcl.methods.replay import Replay as Replay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,17 +86,19 @@ def output_sensitivity(
     return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
 
 
-def mean_over_samples(
+def gradients_of_samples(
     module: nn.Module,
     objective: Callable[[Tensor, Tensor], Tensor],
-    measure: Callable[[Tensor], Tensor],
     state: Mapping[str, Tensor],
     x: Tensor,
     y: Tensor,
-    names: Iterable[str] | None = None,
-) -> State:
-    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``, by parameter."""
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
+    names: Iterable[str],
+) -> Iterator[State]:
+    """The gradients of samples' own ``objective(output, y)``, by parameter, as many samples at once as memory holds.
+
+    The module is in evaluation mode, with the state; each gradient has the shape (samples, ...).
+    """
+    trainable = {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
     rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
     x = as_input(module, x)
@@ -111,11 +113,26 @@ def mean_over_samples(
         return objective(output, y)
 
     chunk = max(1, min(_CHUNK, _NUMBERS // sum(value.numel() for value in params.values())))
-    total = {name: torch.zeros_like(value) for name, value in params.items()}
     with evaluating(module), isolate_rng():
         for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(x.device), chunk), strict=True):
-            for name, value in sample_gradients(of_output, params, inputs, targets).items():
-                total[name] += measure(value).sum(dim=0)
+            yield sample_gradients(of_output, params, inputs, targets)
+
+
+def mean_over_samples(
+    module: nn.Module,
+    objective: Callable[[Tensor, Tensor], Tensor],
+    measure: Callable[[Tensor], Tensor],
+    state: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    names: Iterable[str] | None = None,
+) -> State:
+    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``, by parameter."""
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
+    total = {name: torch.zeros_like(value) for name, value in state.items() if name in trainable}
+    for gradients in gradients_of_samples(module, objective, state, x, y, trainable):
+        for name, value in gradients.items():
+            total[name] += measure(value).sum(dim=0)
     return {name: value / len(x) for name, value in total.items()}
 
 

@@ -171,6 +171,7 @@ MUTANTS = {
     "GEM: no step goes against": idle,
     "AGEM: no step goes against": idle,
     "Replay: with room for all": idle,
+    "ReFed: with room for all": idle,
     "Fed3R: however": counts_one_client_twice,
 }
 

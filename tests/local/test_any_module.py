@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import EWC, MAS, DERpp, FedNTD, FedProx, FLwF2T, LwF, Replay
+from lightning_fcl.callbacks import EWC, GLFC, MAS, DERpp, FedNTD, FedProx, FLwF2T, LwF, Replay
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.local.own_step import StepTrainer
@@ -278,6 +278,7 @@ METHODS = {
     "Replay": lambda: [Replay(9, "class-balanced", "round")],
     "DER++": lambda: [DERpp(9, 0.5, 0.5, batch_size=4)],
     "FedNTD": lambda: [FedNTD(2.0)],
+    "GLFC": lambda: [GLFC(0.5)],
 }
 
 

@@ -13,6 +13,7 @@ from lightning_fcl.callbacks import (
     EWC,
     FOT,
     GEM,
+    GLFC,
     MAS,
     MOON,
     SCAFFOLD,
@@ -29,6 +30,7 @@ from lightning_fcl.callbacks import (
     ICaRL,
     LwF,
     MeanOutputLoss,
+    ReFed,
     RegMean,
     Replay,
 )
@@ -77,6 +79,8 @@ METHODS = {
     "RegMean": lambda: [RegMean(0.5)],
     "CCVR": lambda: [CCVR(samples=20)],
     "FedCBDR": lambda: [FedCBDR(30)],
+    "Re-Fed": lambda: [ReFed(9)],
+    "GLFC, beside exemplars": lambda: [GLFC(0.5), Replay(9, "class-balanced", "round")],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

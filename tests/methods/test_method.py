@@ -18,6 +18,7 @@ from lightning_fcl.callbacks import (
     BCN,
     EWC,
     GEM,
+    GLFC,
     MAS,
     MOON,
     SI,
@@ -31,6 +32,7 @@ from lightning_fcl.callbacks import (
     ICaRL,
     LVTMethod,
     LwF,
+    ReFed,
     Replay,
 )
 from lightning_fcl.data.partition import IID
@@ -49,6 +51,8 @@ METHODS = {
     "SI": lambda: [SI(0.5)],
     "MOON": lambda: [MOON(2.0)],
     "FedNTD": lambda: [FedNTD(2.0)],
+    "GLFC": lambda: [GLFC(0.5)],
+    "Re-Fed": lambda: [ReFed(6)],
     "Replay": lambda: [Replay(6, "class-balanced", "round")],
     "GEM": lambda: [GEM(6)],
     "DER++": lambda: [DERpp(6, batch_size=4)],

@@ -30,6 +30,7 @@ from lightning_fcl.callbacks import (
     FedRep,
     FLwF2T,
     IntrinsicPlasticity,
+    ReFed,
     Replay,
     Unlearning,
 )
@@ -102,6 +103,7 @@ METHODS = {
     "sums at the server": lambda: ([Fed3R()], {}),
     "moments at the server": lambda: ([CCVR(samples=20)], {}),
     "samples chosen by leverage": lambda: ([FedCBDR(30)], {}),
+    "samples chosen by a personal model": lambda: ([ReFed(10)], {"participation": 0.5, "cohort_size": 1}),
     "a basis at the server": lambda: ([FOT(eps=0.8)], {}),
     "a proximal term, optimizers kept": lambda: ([FedProx(0.1)], {"keep_optimizer": True, "cohort_size": 1}),
     "medians": lambda: ([], {"reductions": {"*": "median"}}),

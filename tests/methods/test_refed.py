@@ -1,0 +1,144 @@
+"""Re-Fed: the importance of samples by hand, and what is kept by it."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.callbacks import ContinualMetrics, ReFed
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.refed import sample_importance
+from lightning_fcl.models import MLP
+
+pytestmark = pytest.mark.rounding
+
+
+def by_hand(w, v, x, y, iterations, rate, strength):
+    """Of one layer (W, b) and cross-entropy, whose gradients are known: ``(p - e_y) x^T`` and ``p - e_y``."""
+    importance, v = torch.zeros(len(y)), [p.clone() for p in v]
+    for s in range(1, iterations + 1):
+        error = (x @ v[0].T + v[1]).softmax(dim=1) - torch.eye(len(v[1]))[y]
+        importance += error.square().sum(dim=1) * (x.square().sum(dim=1) + 1) / s
+        gradients = error.T @ x / len(y), error.mean(dim=0)
+        v = [p - rate * (g + strength * (p - q)) for p, g, q in zip(v, gradients, w, strict=True)]
+    return importance, v
+
+
+def layer_of(task, state=None):
+    """The weight and the bias of the only layer."""
+    state = task.state_dict() if state is None else state
+    return [next(value for name, value in state.items() if name.endswith(end)) for end in ("weight", "bias")]
+
+
+@pytest.fixture
+def linear(make_task):
+    """Makes classifiers of one layer."""
+    return lambda optimizer=lambda params: torch.optim.SGD(params, lr=0.1): make_task(optimizer, MLP([6, 4]))
+
+
+@pytest.mark.parametrize("number", [1, 7, 300])  # 300: more than are taken at once
+@pytest.mark.parametrize("strength", [0.0, 0.5])
+def test_importance_of_one_layer_is_that_by_hand(linear, samples, number, strength):
+    task = linear()
+    w = task.state_dict()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, y = samples(number=number, seed=seed)
+        personal = {name: torch.randn_like(value) for name, value in w.items()}
+        found, v = sample_importance(task, w, personal, x, y, 4, 0.3, strength)
+        wanted, end = by_hand(layer_of(task), layer_of(task, personal), x, y, 4, 0.3, strength)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer_of(task, v), end, rtol=1e-4, atol=1e-5)
+
+
+def test_a_personal_model_that_cannot_move_sees_the_gradients_of_the_shared_one(make_task, samples):
+    task, (x, y) = make_task(), samples()
+    found, v = sample_importance(task, task.state_dict(), {}, x, y, 3, 1e-12, 0.5)
+    for value, row, label in zip(found, x, y, strict=True):
+        task.zero_grad()
+        torch.nn.functional.cross_entropy(task(row[None]), label[None]).backward()
+        squares = sum(float(p.grad.square().sum()) for p in task.parameters())
+        assert float(value) == pytest.approx((1 + 1 / 2 + 1 / 3) * squares, rel=1e-4)
+    torch.testing.assert_close(v, dict(task.state_dict()))
+
+
+class Memories(Callback):
+    """The server's model and what clients remember after each round, and how many samples join its clients'."""
+
+    def __init__(self):
+        self.models, self.kept, self.rehearsed = [], [], []
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        self.rehearsed.append((client_round.round, client_round.rehearsed))
+
+    def on_round_end(self, trainer, pl_module):
+        self.models.append({name: value.clone() for name, value in pl_module.state_dict().items()})
+        store = trainer.strategy.server.store
+        self.kept.append({client: dict(store.memory(client, "ReFed")) for client in store})
+
+
+def test_clients_keep_what_matters_most_among_old_and_new(fit, make_stream, linear):
+    task, memories, metrics = linear(), Memories(), ContinualMetrics()
+    stream = make_stream(rounds_per_experience=2)
+    fit(task, stream, [ReFed(15, 3, 0.2, 0.7), memories, metrics], cohort_size=1)
+    assert all(not memory for memory in memories.kept[0].values())
+    assert {(number, rehearsed) for number, rehearsed in memories.rehearsed} == {(0, 0), (1, 0), (2, 15), (3, 15)}
+    for number, before in ((1, {}), (3, memories.kept[1])):
+        w = memories.models[number - 1]
+        for client, rows in stream.plan.train[number].items():
+            x, y = stream.take(rows)
+            memory, old = memories.kept[number][client], before.get(client)
+            v = layer_of(task, w)
+            if old is not None:
+                x, y, v = torch.cat([old["x"], x]), torch.cat([old["y"], y]), layer_of(task, old)
+            importance, end = by_hand(layer_of(task, w), v, x, y, 3, 0.2, 0.7)
+            chosen = importance.topk(15).indices.sort().values
+            assert torch.equal(memory["x"], x[chosen]) and torch.equal(memory["y"], y[chosen])
+            torch.testing.assert_close(layer_of(task, memory), end, rtol=1e-4, atol=1e-5)
+    sent = {entry["upload_bytes"]["0"] for entry in metrics.record["rounds"]}
+    assert len(sent) == 1  # FedAvg's
+
+
+def test_in_the_first_experience_it_is_fedavg_to_the_bit(fit, make_stream, make_task, assert_same):
+    tasks = [make_task() for _ in range(3)]
+    for task, methods, rounds in zip(tasks, ([ReFed()], [], [ReFed()]), (2, 2, 4), strict=True):
+        fit(task, make_stream(rounds_per_experience=2), methods, cohort_size=1, max_epochs=rounds, seed=0)
+    assert_same(tasks[0], tasks[1], 0)
+    with pytest.raises(AssertionError):
+        assert_same(tasks[1], tasks[2], 1e-3)
+
+
+def test_who_is_not_drawn_for_the_last_round_chooses_too(fit, make_stream, make_task):
+    trainer = fit(make_task(), make_stream(clients=4), [ReFed(5)], participation=1, max_epochs=1)
+    store = trainer.strategy.server.store
+    assert [len(store.memory(client, "ReFed")["y"]) for client in "0123"] == [5] * 4
+
+
+def test_what_is_no_number_is_not_kept(make_task, samples):
+    task, (x, y) = make_task(), samples()
+    w = dict(task.state_dict())
+    x[3], method = float("nan"), ReFed(100)
+    memory = method.end_round(Client(server=w, part=ClientRound("a", 0), module=task), w, (x, y))
+    assert len(memory["y"]) == len(y) - 1 and all(torch.isfinite(value).all() for value in memory.values())
+    for nothing in ((x[3:4], y[3:4]), (x[:0], y[:0])):
+        assert method.end_round(Client(server=w, part=ClientRound("a", 0), module=task), w, nothing) == {}
+    again = method.end_round(Client(memory, w, ClientRound("a", 1), task), w, (x[3:4], y[3:4]))
+    assert torch.equal(again["x"], memory["x"]) and torch.equal(again["y"], memory["y"])
+
+
+def test_a_personal_model_that_diverges_is_refused(fit, make_stream, make_task):
+    with pytest.raises(ValueError, match=r"^Expected `learning_rate` to keep the personal model of client \d"):
+        fit(make_task(), make_stream(), [ReFed(5, 200, 1e6, 1.0)], max_epochs=1)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_resumed_is_uninterrupted(assert_resumes, make_task, store, size):
+    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: ReFed(20), client_store=store, cohort_size=size)
+
+
+def test_it_works_in_a_plain_trainer(train, make_task, samples):
+    method = ReFed(6)
+    train(make_task(), [method], samples())
+    assert len(method.memory["y"]) == 6
