@@ -32,7 +32,7 @@ class ReFed(Method):
     and stays with the client, which sends what FedAvg sends.
 
     In the paper this comes when the next experience begins, with the server's model after the last round. A client that
-    was not drawn for the last round chooses by that model, too.
+    was not drawn for the last round chooses by that model, too. The defaults are this library's.
 
     Args:
         max_size: Samples that a client keeps, of all experiences together, at least 1.
@@ -100,6 +100,15 @@ def sample_importance(
 
     Args:
         personal: Where v begins, by name; an entry that it has not begins at w.
+
+    Example:
+        >>> from lightning_fcl import Classifier
+        >>> from lightning_fcl.models import MLP
+        >>> task = Classifier(MLP([2, 2]), num_classes=2)
+        >>> w = {name: torch.zeros_like(value) for name, value in task.state_dict().items()}
+        >>> x, y = Tensor([[0, 0], [1, 1]]), torch.tensor([0, 1])
+        >>> sample_importance(task, w, {}, x, y, iterations=1, learning_rate=0.1, strength=0.5)[0]
+        tensor([0.5000, 1.5000])
     """
     loss = states_loss(module).sample_loss
     names = [name for name, p in module.named_parameters() if p.requires_grad]
