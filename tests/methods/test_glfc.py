@@ -152,3 +152,13 @@ def test_beside_exemplars_old_classes_are_weighed_among_themselves(fit, make_str
         assert all(torch.isfinite(value).all() for value in task.state_dict().values())
     with pytest.raises(AssertionError):
         assert_same(*tasks, 1e-3)
+
+
+def test_the_teacher_is_what_comes_first_in_an_experience():
+    method, memory = GLFC(), {}
+    for number, (experience, taught) in enumerate([(0, 0), (0, 0), (2, 2), (2, 2), (3, 4)]):
+        part = ClientRound("0", number, experience, num_classes=4, new_classes=(3,), old_classes=(0, 1))
+        memory = method.on_download(Client(memory, {"w": torch.tensor(float(number))}, part))
+        assert float(memory["teacher.w"]) == taught
+        assert memory["old"].tolist() == [True, True, False, False]
+        assert memory["seen"].tolist() == [True, True, False, True]
