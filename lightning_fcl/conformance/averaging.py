@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import assert_close, assert_same, make, stream_of, task_of, train
+from lightning_fcl.conformance.trial import assert_close, assert_same, make, task_of, train, trial_stream
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Step
@@ -52,7 +52,7 @@ def _is_fedavg_in(
 ) -> None:
     @states(claim, f"{says}: it is FedAvg")
     def _(kind: type[Method]) -> None:
-        streams = (stream_of(clients, tasks, rounds, batch_size=batch_size) for _ in range(2))
+        streams = (trial_stream(clients, tasks, rounds, batch_size=batch_size) for _ in range(2))
         found, wanted = (train(methods, stream) for methods, stream in zip(([make(kind)], []), streams, strict=True))
         assert_same(found, wanted, says)
 

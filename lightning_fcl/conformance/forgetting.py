@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import CLASSES, assert_same, distance, make, stream_of, train
+from lightning_fcl.conformance.trial import CLASSES, assert_same, make, state_distance, train, trial_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import GradientOf
@@ -25,7 +25,7 @@ _SEEDS = range(4)
 def _first_task_is_fedavg(claim: str) -> None:
     @states(claim, "in the first task there is nothing to keep: it is FedAvg")
     def _(kind: type[Method]) -> None:
-        found, wanted = (train(methods, stream_of(tasks=1)) for methods in ([make(kind)], []))
+        found, wanted = (train(methods, trial_stream(tasks=1)) for methods in ([make(kind)], []))
         assert_same(found, wanted, "in the first task")
 
 
@@ -37,9 +37,9 @@ def _holds_more(claim: str, **arguments: Any) -> None:
     @states(claim, "a second task moves the model less than fine-tuning does, on four seeds")
     def _(kind: type[Method]) -> None:
         for seed in _SEEDS:
-            first = train([], stream_of(clients=1, seed=seed), max_epochs=2)
-            free = distance(train([], stream_of(clients=1, seed=seed)), first)
-            held = distance(train([make(kind, **arguments)], stream_of(clients=1, seed=seed)), first)
+            first = train([], trial_stream(clients=1, seed=seed), max_epochs=2)
+            free = state_distance(train([], trial_stream(clients=1, seed=seed)), first)
+            held = state_distance(train([make(kind, **arguments)], trial_stream(clients=1, seed=seed)), first)
             if not held < 0.95 * free:
                 raise AssertionError(f"seed {seed}: it moves by {held:.3f}, fine-tuning by {free:.3f}")
 
@@ -52,14 +52,14 @@ _holds_more("SI", strength=5.0)
 @states("LwF", "the old model's answers stay nearer than with fine-tuning, on four seeds")
 def _(kind: type[Method]) -> None:
     for seed in _SEEDS:
-        stream = stream_of(clients=1, seed=seed)
+        stream = trial_stream(clients=1, seed=seed)
         stream.setup("fit")
         x = stream.take(stream.plan.test)[0].double()
         old = torch.tensor(sorted(stream.plan.tasks["0"][0]))
-        first = train([], stream_of(clients=1, seed=seed), max_epochs=2)
+        first = train([], trial_stream(clients=1, seed=seed), max_epochs=2)
         apart = []
         for methods in ([make(kind, strength=3.0)], []):
-            now = train(methods, stream_of(clients=1, seed=seed))
+            now = train(methods, trial_stream(clients=1, seed=seed))
             said, taught = (model(x)[:, old].softmax(dim=1) for model in (now, first))
             apart.append(float((said - taught).detach().abs().sum(dim=1).mean()))
         if not apart[0] < 0.95 * apart[1]:
@@ -78,7 +78,7 @@ def _(kind: type[Method]) -> None:
 
 def _never_against_the_past(kind: type[Method], **arguments: Any) -> None:
     """With all that a client has had in memory, past tasks' gradients are known without a look into it."""
-    stream, against = stream_of(clients=1), []
+    stream, against = trial_stream(clients=1), []
     stream.setup("fit")
     x, y = stream.take(stream.plan.train[0]["0"])
 
@@ -90,7 +90,7 @@ def _never_against_the_past(kind: type[Method], **arguments: Any) -> None:
                 against.append(float(stepped @ reference / (stepped.norm() * reference.norm() + 1e-30)))
             return stepped
 
-    train([make(Watched, max_size=1.0, **arguments)], stream_of(clients=1))
+    train([make(Watched, max_size=1.0, **arguments)], trial_stream(clients=1))
     if not against:
         raise AssertionError("no step of the second task was projected")
     if min(against) < -1e-6:
@@ -101,8 +101,8 @@ def _never_against_the_past(kind: type[Method], **arguments: Any) -> None:
 @states("Replay", "with room for all, every sample of the past joins one batch of every epoch of the next task")
 def _(kind: type[Method]) -> None:
     seen = _Seen()
-    train([make(kind, max_size=100_000)], stream_of(clients=1), callbacks=[seen])
-    stream = stream_of(clients=1)
+    train([make(kind, max_size=100_000)], trial_stream(clients=1), callbacks=[seen])
+    stream = trial_stream(clients=1)
     stream.setup("fit")
     for round in range(stream.plan.rounds):
         rows = [stream.plan.train[past]["0"] for past in ({round} if round < 2 else {0, round})]

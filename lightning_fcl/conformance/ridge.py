@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import CLASSES, Net, assert_close, make, stream_of, task_of, train
+from lightning_fcl.conformance.trial import CLASSES, Net, assert_close, make, task_of, train, trial_stream
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.methods.method import Method
 
@@ -20,7 +20,7 @@ _BETA = 0.5
 def _(kind: type[Method]) -> None:
     heads = []
     for clients in (1, 3, 8):
-        task = train([make(kind)], stream_of(clients, tasks=1, rounds=1), task_of(rate=0.0))
+        task = train([make(kind)], trial_stream(clients, tasks=1, rounds=1), task_of(rate=0.0))
         heads.append({name: value for name, value in task.state_dict().items() if ".head." in name})
     for other in heads[1:]:
         assert_close(other, heads[0], "of other clients", 1e-7)
@@ -30,7 +30,7 @@ def _is_pooled_ridge(claim: str, says: str, clients: tuple[int, ...], tasks: int
     @states(claim, f"{says}, it is the ridge regression of all samples in one place")
     def _(kind: type[L.LightningModule]) -> None:
         for number in clients:
-            stream = stream_of(number, tasks, rounds=1, batch_size=240)
+            stream = trial_stream(number, tasks, rounds=1, batch_size=240)
             task = _solved(kind, stream, **arguments)
             wanted, x = _pooled(task, stream)
             assert_close({"outputs": task(x)}, {"outputs": wanted}, f"of {number} clients", 1e-8)
@@ -43,7 +43,7 @@ _is_pooled_ridge("FedRAN", "of full rank", (3,), 2, rank=12)
 
 @states("AnalyticFCL", "what it says of classes that nobody has seen is 0")
 def _(kind: type[L.LightningModule]) -> None:
-    stream = stream_of(tasks=3, rounds=1, batch_size=240)
+    stream = trial_stream(tasks=3, rounds=1, batch_size=240)
     task = _solved(kind, stream, max_epochs=1, gamma=1.0)
     unseen = sorted({*range(CLASSES)} - {*stream.plan.tasks["0"][0]})
     said = task(_inputs(stream))[:, unseen]
@@ -53,7 +53,7 @@ def _(kind: type[L.LightningModule]) -> None:
 
 @states("RanPAC", "random features are common to all: however the samples are spread, the classifier is the same")
 def _(kind: type[L.LightningModule]) -> None:
-    streams = [stream_of(number, rounds=1, batch_size=240) for number in (1, 3, 8)]
+    streams = [trial_stream(number, rounds=1, batch_size=240) for number in (1, 3, 8)]
     found = [_solved(kind, stream, random_features=40)(_inputs(stream)) for stream in streams]
     for other in found[1:]:
         assert_close({"outputs": other}, {"outputs": found[0]}, "of other clients", 1e-7)

@@ -65,7 +65,7 @@ def samples(number: int = 240, seed: int = 0) -> tuple[Tensor, Tensor]:
     return centres[y] + 0.7 * torch.randn(number, FEATURES, generator=draws, dtype=torch.float64), y
 
 
-def stream_of(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **more: Any) -> FederatedStream:
+def trial_stream(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **more: Any) -> FederatedStream:
     """The samples, with classes that come in tasks, for clients that have equally many."""
     scenario = ClassIncremental(tasks, rounds)
     arguments: dict[str, Any] = {"scenario": scenario, "partition": IID(clients), "batch_size": 8, "seed": seed, **more}
@@ -89,7 +89,7 @@ def train(
     **strategy: Any,
 ) -> Any:
     """A classifier that clients have trained, one at a time unless ``cohort_size`` says otherwise."""
-    stream, task = stream_of() if stream is None else stream, task_of() if task is None else task
+    stream, task = trial_stream() if stream is None else stream, task_of() if task is None else task
     usual: dict[str, Any] = {"cohort_size": 1, "client_weights": "uniform", "reductions": rules_for(*methods)}
     with _quietly():
         trainer = L.Trainer(
@@ -145,7 +145,7 @@ def assert_close(
             raise AssertionError(f"{what}: `{name}` is {apart:.1e} apart, at most {tolerance:.0e} was expected")
 
 
-def distance(one: nn.Module, other: nn.Module) -> float:
+def state_distance(one: nn.Module, other: nn.Module) -> float:
     """Between two modules' states, Euclidean."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return float(torch.stack([(a - b).square().sum() for a, b in pairs]).sum().sqrt())

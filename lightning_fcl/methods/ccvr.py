@@ -96,7 +96,7 @@ class CCVR(Method):
         generator = torch.Generator().manual_seed(seed_of(federation.seed, self.section, current_round(trainer)))
         known = (kept["sums"][:, 0] > 0).nonzero()[:, 0]
         moments = [gaussian(kept["sums"][label].cpu(), kept["products"][label].cpu()) for label in known]
-        x = torch.cat([draw(*each, self.samples, generator) for each in moments]).to(layer.weight)
+        x = torch.cat([draw_gaussian(*each, self.samples, generator) for each in moments]).to(layer.weight)
         y = torch.arange(len(known)).repeat_interleave(self.samples).to(x.device)
         weight, bias = (p.detach()[known].clone().requires_grad_() for p in (layer.weight, layer.bias))
         orders = [torch.randperm(len(y), generator=generator) for _ in range(self.epochs)]
@@ -125,7 +125,7 @@ def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (square(products, size) - torch.outer(total, mean)) / (count - 1).clamp(min=1)
 
 
-def draw(mean: Tensor, covariance: Tensor, number: int, generator: torch.Generator) -> Tensor:
+def draw_gaussian(mean: Tensor, covariance: Tensor, number: int, generator: torch.Generator) -> Tensor:
     """Samples of a Gaussian, shape (number, d), whose covariance, or its diagonal, may be singular."""
     noise = torch.randn(number, len(mean), dtype=mean.dtype, generator=generator)
     if covariance.dim() == 1:

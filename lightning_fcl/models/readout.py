@@ -144,10 +144,10 @@ class FeatureReadout(_Readout):
 
     def embed(self, x: Tensor) -> Tensor:
         """The network's features, or the random ones, shape (batch, features)."""
-        return expanded(self.network.embed(x), self.random_features, self.bias)
+        return seen_features(self.network.embed(x), self.random_features, self.bias)
 
 
-def expanded(features: Tensor, random_features: RandomFeatures | None, bias: bool) -> Tensor:
+def seen_features(features: Tensor, random_features: RandomFeatures | None, bias: bool) -> Tensor:
     """What a readout sees of features: random ones of them, if any, and perhaps a column of ones behind."""
     features = features if random_features is None else random_features(features)
     return F.pad(features, (0, 1), value=1.0) if bias else features

@@ -16,7 +16,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, reductions_of
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout, RandomFeatures, expanded
+from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout, RandomFeatures, seen_features
 from lightning_fcl.models.ridge import GroupMoments, RidgeReadout, add_to_diagonal, packed
 from lightning_fcl.tasks.ridge_statistics import MOMENTS, SUMS, low_rank
 from lightning_fcl.tasks.ridge_targets import OneHot, ReadoutTargets
@@ -151,18 +151,14 @@ class RidgeTask(Task):
         return trainer.current_epoch + 1 == trainer.max_epochs or stream_of(trainer) is not None
 
     def on_after_aggregation(self) -> None:
-        if self.share == "moments":
-            self.settle()
+        if self.share == "moments":  # what they tell of a round's clients is added to A and B
+            readout, moments = self.readout, self.moments
+            b = moments.second_moments()
+            readout.A += moments.sums.sum(dim=0)
+            readout.B += packed(b) if readout.symmetric else b
+            self.moments = GroupMoments(moments.groups, *readout.A.shape).to(self.device)
         if self.share != "weights":
             self.solve()
-
-    def settle(self) -> None:
-        """Add what the moments of a round's clients tell to A and B."""
-        readout, moments = self.readout, self.moments
-        b = moments.second_moments()
-        readout.A += moments.sums.sum(dim=0)
-        readout.B += packed(b) if readout.symmetric else b
-        self.moments = GroupMoments(moments.groups, *readout.A.shape).to(self.device)
 
     @torch.no_grad()
     def solve(self) -> None:
@@ -320,7 +316,7 @@ class RidgeClassifier(RidgeTask):
     def embed(self, x: Tensor) -> Tensor:
         """The features of samples that the readout sees, shape (batch, features)."""
         body: EmbedsSamples = embedding_body(self.model)
-        return expanded(body.embed(x), self.random_features, self.bias)
+        return seen_features(body.embed(x), self.random_features, self.bias)
 
     def seen(self, x: Tensor) -> Iterator[Tensor]:
         yield self.embed(x)[None]

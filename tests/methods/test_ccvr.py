@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import CCVR, ContinualMetrics
-from lightning_fcl.methods.ccvr import draw, gaussian
+from lightning_fcl.methods.ccvr import draw_gaussian, gaussian
 from lightning_fcl.methods.fed3r import last_layer
 from lightning_fcl.models import MLP
 
@@ -60,11 +60,11 @@ def test_drawn_samples_have_the_moments(rank):
     generator = torch.Generator().manual_seed(0)
     root, mean = torch.randn(3, rank, generator=generator).double(), torch.tensor([5.0, -3.0, 0.0]).double()
     covariance = root @ root.T
-    drawn = draw(mean, covariance, 20000, generator)
+    drawn = draw_gaussian(mean, covariance, 20000, generator)
     torch.testing.assert_close(drawn.mean(dim=0), mean, atol=0.1, rtol=0)
     torch.testing.assert_close(torch.cov(drawn.T), covariance, atol=0.2, rtol=0)
     assert int(torch.linalg.matrix_rank(drawn - mean, rtol=1e-6)) == rank
-    flat = draw(mean, covariance.diagonal(), 20000, generator)
+    flat = draw_gaussian(mean, covariance.diagonal(), 20000, generator)
     torch.testing.assert_close(torch.cov(flat.T), covariance.diagonal().diag(), atol=0.2, rtol=0)
 
 
