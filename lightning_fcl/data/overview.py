@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import altair as alt
 import numpy as np
 
 from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan
-from lightning_fcl.errors import listed
-from lightning_fcl.evaluation import charts
+from lightning_fcl.errors import listed, require
+
+if TYPE_CHECKING:
+    from lightning_fcl.evaluation.charts import Spec
 
 _MOST_ROUNDS, _MOST_CLIENTS, _MOST_LINES = 120, 60, 30
 
@@ -44,7 +46,7 @@ def describe_plan(plan: Plan, classes: Sequence[str]) -> str:
     )
 
 
-def draw_plan(plan: Plan, classes: Sequence[str]) -> charts.Spec:
+def draw_plan(plan: Plan, classes: Sequence[str]) -> Spec:
     """Three heat maps: samples of each class in each round, and of each client; each client's task in each round.
 
     Of more than 120 rounds some are drawn, evenly; of more than 60 clients the first.
@@ -52,6 +54,11 @@ def draw_plan(plan: Plan, classes: Sequence[str]) -> charts.Spec:
     Args:
         classes: Names of the classes; empty where targets are none.
     """
+    require("altair", "draws")
+    import altair as alt
+
+    from lightning_fcl.evaluation import charts
+
     names, kind = plan.group_names(classes), "class" if plan.of_classes else "group"
     rounds = np.unique(np.linspace(0, plan.rounds - 1, _MOST_ROUNDS).round().astype(int)).tolist()
     clients = plan.clients[:_MOST_CLIENTS]

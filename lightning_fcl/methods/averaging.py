@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as L
 import torch
 
+from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.protocol import federation_of, need_federation
@@ -63,13 +64,15 @@ class MovesServer(Method):
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = need_federation(trainer, type(self).__name__, self.needs.federation)
+        methods = methods_of(trainer)
+        heads = [type(one).__name__ for one in methods[: methods.index(self)] if isinstance(one, CCVR | Fed3R)]
         unfit = {
             f"`clients={self.clients}`": self.clients != "all",
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss,
             "a `FedBuff`": isinstance(federation.participation.schedule, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
-            "another that does, too": sum(isinstance(one, MovesServer | CCVR | Fed3R) for one in methods_of(trainer))
-            > 1,
+            "another that does, too": sum(isinstance(one, MovesServer) for one in methods) > 1,
+            f"{quoted(heads)} before it": bool(heads),
         }
         for got in (what for what, there in unfit.items() if there):
             raise ValueError(
