@@ -62,21 +62,26 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
         at.kill(client)
         at.supernode(client, one.config(client))
 
+    def rest(client):
+        """Let a client's process rest while it sends nothing: a SuperNode with a part of an answer waits for good."""
+        at.signal(f"{client}-stays", signal.SIGSTOP)
+        time.sleep(1)
+        while at.sends(client):
+            at.signal(f"{client}-stays", signal.SIGCONT)
+            time.sleep(0.5)
+            at.signal(f"{client}-stays", signal.SIGSTOP)
+            time.sleep(1)
+
     def stall(client):
+        rest(client)
         at.signal(client, signal.SIGSTOP)
         time.sleep(2 * BEAT + 3)
-        at.signal(client, signal.SIGCONT)
+        for name in (client, f"{client}-stays"):
+            at.signal(name, signal.SIGCONT)
 
     def executor(client):
-        name = f"{client}-stays"
-        at.signal(name, signal.SIGSTOP)
-        time.sleep(1)
-        while at.sends(client):  # a SuperNode that has got a part of an answer waits for the rest of it for good
-            at.signal(name, signal.SIGCONT)
-            time.sleep(0.5)
-            at.signal(name, signal.SIGSTOP)
-            time.sleep(1)
-        at.kill(name)
+        rest(client)
+        at.kill(f"{client}-stays")
         at.executor(client)
 
     def link(_):
