@@ -20,6 +20,7 @@ def run(options: Namespace) -> None:
     from torch import nn
 
     from lightning_fcl.data.features import WithBackbone, images_of, pixels_of
+    from lightning_fcl.data.scenarios import IntArray
     from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_int8_onnx, export_onnx
     from lightning_fcl.running.parts import trained_parts
 
@@ -27,12 +28,18 @@ def run(options: Namespace) -> None:
     stream, classifier = parts.datamodule, WithoutTrainer(parts.model)
     features, stream.features = stream.features, None  # the file takes images
     stream.setup("test")
-    train = np.concatenate([own for clients in stream.plan.train for own in clients.values()])
-    rows = [own[:: max(1, len(own) // 100)][:100] for own in (stream.plan.test, train)]
-    example, calibration = (stream.take(part)[0] for part in rows)
+
+    def inputs(rows: IntArray) -> torch.Tensor:
+        """A hundred of some samples, as the file takes them."""
+        chosen = rows[:: max(1, len(rows) // 100)][:100]
+        if features is not None:
+            return pixels_of(torch.cat([*images_of(stream.samples, rows=chosen)]))
+        x: torch.Tensor = stream.take(chosen)[0]
+        return x
+
+    example = inputs(stream.plan.test)
     modules: dict[str, nn.Module] = {"classifier": classifier}
     if features is not None:
-        example, calibration = (pixels_of(torch.cat([*images_of(stream.samples, rows=part)])) for part in rows)
         modules["classifier"] = WithBackbone(features, classifier)
     backbone = getattr(getattr(parts.model, "model", None), "backbone", None)
     if isinstance(backbone, nn.Module):
@@ -44,5 +51,6 @@ def run(options: Namespace) -> None:
         print(f"{file}  {file.stat().st_size} bytes, at most {difference:.1e} from PyTorch")
     if options.int8:
         file = (options.out or options.run / "export") / "classifier-int8.onnx"
-        share = export_int8_onnx(modules["classifier"], calibration, example, file)
+        train = np.concatenate([own for clients in stream.plan.train for own in clients.values()])
+        share = export_int8_onnx(modules["classifier"], inputs(train), example, file)
         print(f"{file}  {file.stat().st_size} bytes, {share:.0%} of {len(example)} predictions as PyTorch's")

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_fcl.conformance.averaging import is_fedavg_in
 from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import CLASSES, assert_same, make, state_distance, train, trial_stream
+from lightning_fcl.conformance.trial import CLASSES, make, state_distance, train, trial_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import GradientOf
@@ -22,15 +23,8 @@ from lightning_fcl.methods.step import Step
 _SEEDS = range(4)
 
 
-def _first_task_is_fedavg(claim: str) -> None:
-    @states(claim, "in the first task there is nothing to keep: it is FedAvg")
-    def _(kind: type[Method]) -> None:
-        found, wanted = (train(methods, trial_stream(tasks=1)) for methods in ([make(kind)], []))
-        assert_same(found, wanted, "in the first task")
-
-
-for _claim in ("EWC", "MAS", "SI", "LwF", "GEM", "AGEM", "ReFed"):
-    _first_task_is_fedavg(_claim)
+for _claim in ("EWC", "MAS", "SI", "LwF", "GEM", "AGEM", "ReFed", "FOT"):
+    is_fedavg_in(_claim, "in the first task there is nothing to keep", tasks=1)
 
 
 def _holds_more(claim: str, **arguments: Any) -> None:

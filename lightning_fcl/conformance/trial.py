@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -18,6 +15,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.methods.method import Method
+from lightning_fcl.models.quantization import quietly
 from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
 
@@ -91,7 +89,7 @@ def train(
     """A classifier that clients have trained, one at a time unless ``cohort_size`` says otherwise."""
     stream, task = trial_stream() if stream is None else stream, task_of() if task is None else task
     usual: dict[str, Any] = {"cohort_size": 1, "client_weights": "uniform", "reductions": rules_for(*methods)}
-    with _quietly():
+    with quietly():
         trainer = L.Trainer(
             strategy=FederatedStrategy(**{**usual, **strategy}),
             callbacks=[*methods, *callbacks],
@@ -110,21 +108,6 @@ def train(
                 raise
             raise NotTriedError(f"it refuses the trial: {error}") from error
     return task
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_fcl")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 def assert_same(found: nn.Module, wanted: nn.Module, what: str, tolerance: float = ROUNDING) -> None:

@@ -71,7 +71,7 @@ def draw_plan(plan: Plan, classes: Sequence[str]) -> Spec:
     by_client = [
         {"client": client, "group": names[group], "samples": count}
         for client in clients
-        for group, count in enumerate(np.bincount(plan.groups[_samples(plan, client)], minlength=len(names)).tolist())
+        for group, count in enumerate(np.bincount(plan.groups[plan.rows_of(client)], minlength=len(names)).tolist())
         if count
     ]
     tasks = [
@@ -107,7 +107,3 @@ def _counts(plan: Plan, rounds: Sequence[int] | None = None) -> Iterator[IntArra
             rows = np.concatenate([EMPTY, *current.values()])
             known = {id(current): np.bincount(plan.groups[rows], minlength=int(plan.groups.max()) + 1)}
         yield known[id(current)]
-
-
-def _samples(plan: Plan, client: str) -> IntArray:
-    return np.unique(np.concatenate([EMPTY, *(current[client] for current in plan.train if client in current)]))

@@ -9,7 +9,7 @@ import lightning.pytorch as L
 import torch
 
 from lightning_fcl.errors import quoted
-from lightning_fcl.federation.aggregation import State, reductions_of
+from lightning_fcl.federation.aggregation import Reduction, State, reductions_of
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.methods.ccvr import CCVR
@@ -19,10 +19,15 @@ from lightning_fcl.methods.fed3r import Fed3R
 from lightning_fcl.methods.method import Method
 
 
+def reductions_in_use(module: L.LightningModule) -> dict[str, Reduction]:
+    """How a module's entries come together in the fit at hand, by name."""
+    federation = federation_of(module.trainer)
+    return reductions_of(module, federation.strategy.rules if federation is not None else {})
+
+
 def averaged_parameters(module: L.LightningModule) -> State:
     """The trainable parameters that a federation's clients receive and send, by name; its own stay with each."""
-    federation = federation_of(module.trainer)
-    of = reductions_of(module, federation.strategy.rules if federation is not None else {})
+    of = reductions_in_use(module)
     return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and of[n].up and of[n].down}
 
 
@@ -59,7 +64,10 @@ class MovesServer(Method):
     needs: ClassVar[Needs] = Needs(federation="no server brings uploads together. Use the strategy")
 
     def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
-        """Where the server goes: ``share`` of all clients have sent what ``mean`` is of; ``kept`` is its own state."""
+        """Where the server goes: ``share`` of all clients have sent what ``mean`` is of.
+
+        ``kept`` is what it keeps for the method, by name; what is put there is what it keeps from then on.
+        """
         raise NotImplementedError
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -91,5 +99,7 @@ class MovesServer(Method):
             return
         mean, server = averaged_parameters(pl_module), federation.server
         share = len(server.record.trained) / len(federation.stream.plan.clients)
-        for name, value in self.moved(self._begun, mean, server.kept_for(self.section), share).items():
+        kept = server.kept_for(self.section)
+        for name, value in self.moved(self._begun, mean, kept, share).items():
             mean[name].copy_(value)
+        server.extra.update({f"{self.section}.{name}": value for name, value in kept.items()})

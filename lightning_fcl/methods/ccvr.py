@@ -22,7 +22,7 @@ from lightning_fcl.methods.fed3r import last_layer
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method, ended_clients
 from lightning_fcl.methods.prototypes import SumOfSome, class_sums, no_sums
-from lightning_fcl.models.ridge import square
+from lightning_fcl.models.ridge import packed, square
 from lightning_fcl.randomness import seed_of
 
 _BATCH = 64  # samples of a step
@@ -82,10 +82,9 @@ class CCVR(Method):
         x, y = finite_pairs(data)
         features = embeddings(client.module, own, x).double()
         products = torch.zeros_like(client.shared["products"])
-        rows, columns = torch.triu_indices(features.shape[1], features.shape[1], device=features.device)
         for label in torch.unique(y).tolist():
             of = features[(y == label).to(features.device)]
-            products[label] = (of.T @ of)[rows, columns] if self.covariance == "full" else of.square().sum(dim=0)
+            products[label] = packed(of.T @ of) if self.covariance == "full" else of.square().sum(dim=0)
         return {"sums": class_sums(client.module, features, y), "products": products}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, share
 from lightning_fcl.federation.aggregation import Rules, State, entries
-from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.averaging import MovesServer
 from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.declaration import Needs
@@ -80,23 +79,17 @@ class FOT(MovesServer):
         return sent
 
     def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
-        """The mean, without what would move outputs for inputs in the bases."""
+        """The mean, without what would move outputs for inputs in the bases, which then take in what was sent."""
         found: State = {}
         for name, basis in section(kept, "basis").items():
             if basis.shape[1]:
                 first = weight_matrix(begun, name)
                 found |= weights_of(mean, name, first + without(weight_matrix(mean, name) - first, basis))
-        return found
-
-    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_round_end(trainer, pl_module)
-        server, new = need_federation(trainer, "FOT", self.needs.federation).server, {}
-        kept = server.kept_for(self.section)
-        for name, energy in section(kept, "energy").items():
+            sketch, energy = kept[f"sketch.{name}"], kept[f"energy.{name}"]
             if energy.any():
-                new[f"basis.{name}"] = enlarged(kept[f"basis.{name}"], kept[f"sketch.{name}"], energy, self.eps)
-                new |= {part: torch.zeros_like(kept[part]) for part in (f"sketch.{name}", f"energy.{name}")}
-        server.extra.update({f"{self.section}.{name}": value for name, value in new.items()})
+                kept[f"basis.{name}"] = enlarged(basis, sketch, energy, self.eps)
+                kept |= {f"sketch.{name}": torch.zeros_like(sketch), f"energy.{name}": torch.zeros_like(energy)}
+        return found
 
 
 def without(rows: Tensor, basis: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_fcl.federation.aggregation import State, reductions_of
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.methods.averaging import reductions_in_use
 from lightning_fcl.methods.functional import as_input, evaluating
 
 _PIECE = 32  # samples at once: a convolution has a row for each place of an image
@@ -19,8 +19,7 @@ _PIECE = 32  # samples at once: a convolution has a row for each place of an ima
 
 def averaged_layers(module: L.LightningModule) -> list[str]:
     """Names of layers that learn and are averaged: `nn.Linear`, and `nn.Conv2d` of one group, padded with zeros."""
-    federation = federation_of(module.trainer)
-    of = reductions_of(module, federation.strategy.rules if federation is not None else {})
+    of = reductions_in_use(module)
     places = [
         name
         for name, layer in module.named_modules()

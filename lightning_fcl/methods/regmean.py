@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, between
 from lightning_fcl.federation.aggregation import Rules, State, entries
-from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.averaging import MovesServer
 from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.declaration import Needs
@@ -78,18 +77,13 @@ class RegMean(MovesServer):
         return sent
 
     def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
-        """Layers that have learnt, by least squares on what they answer."""
+        """Layers that have learnt, by least squares on what they answer; the sums begin anew."""
         found: State = {}
         for name, gram in section(kept, "gram").items():
             if gram.any():
                 found |= weights_of(mean, name, regmean(weight_matrix(mean, name), kept[f"answers.{name}"], gram))
+        kept |= {name: torch.zeros_like(value) for name, value in kept.items()}
         return found
-
-    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_round_end(trainer, pl_module)
-        server = need_federation(trainer, type(self).__name__, self.needs.federation).server
-        kept = server.kept_for(self.section).items()
-        server.extra.update({f"{self.section}.{name}": torch.zeros_like(value) for name, value in kept})
 
 
 @dataclass(eq=False)

@@ -125,11 +125,14 @@ class Plan:
     def samples_of(self, client: str) -> int:
         """The number of different samples that a client sees in all rounds."""
         if client not in self._samples:
-            # Rounds of one experience share their arrays: each is looked at once.
-            seen = {id(current[client]): current[client] for current in self.train if client in current}
-            rows = list(seen.values())
-            self._samples[client] = len(np.unique(np.concatenate(rows))) if rows else 0
+            self._samples[client] = len(self.rows_of(client))
         return self._samples[client]
+
+    def rows_of(self, client: str) -> IntArray:
+        """The different samples that a client sees in all rounds, ascending."""
+        # Rounds of one experience share their arrays: each is looked at once.
+        seen = {id(current[client]): current[client] for current in self.train if client in current}
+        return np.unique(np.concatenate([EMPTY, *seen.values()]))
 
     @cached_property
     def _samples(self) -> dict[str, int]:
