@@ -63,7 +63,10 @@ class WhoTrains(Callback):
 
 @pytest.fixture
 def ranks(fit, tmp_path):
-    """Fits with so many processes; the weights' digest, what was recorded, and who trained whom."""
+    """Fits with so many processes; the weights' digest, what was recorded, and who trained whom.
+
+    On one thread, as each of several processes has: a batch norm's sums come out otherwise on two.
+    """
 
     def run(number, task, stream, callbacks=(), max_epochs=None, ckpt_path=None, **kwargs):
         folder = tmp_path / str(time.monotonic_ns())
@@ -84,7 +87,10 @@ def ranks(fit, tmp_path):
         trained = [tuple(path.name.split("-")) for path in folder.glob("*-*-*")]
         return digest(task), metrics.record, trained, folder / "last.ckpt"
 
-    return run
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield run
+    torch.set_num_threads(threads)
 
 
 METHODS = {
