@@ -126,8 +126,9 @@ class Nodes:
         federation, server, plan = round.federation, round.federation.server, round.federation.stream.plan
         self.members.names = by_normal(plan.clients)
         drawn, skipped = federation.participation.draw(plan, round.number)
-        # The entries from which clients start and which do not travel.
-        held = {n: v for n, v in server.state.items() if not (server.reductions[n].down or server.reductions[n].up)}
+        # The module's entries from which clients start and which do not travel.
+        of = {n: rule for n, rule in server.reductions.items() if n not in server.extra}
+        held = {n: server.state[n] for n, rule in of.items() if not (rule.down or rule.up)}
         self.members.begin_round({**self._head(round), "kind": "hello", "held": sorted(held)}, digest(held))
 
         def take(client: str, answer: Sealed, sent: Mapping[str, Any]) -> bool:
@@ -179,9 +180,9 @@ class Nodes:
     def _sent_to(self, round: Round, client: str, node: int, held: State) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
         server, outline = round.federation.server, outline_of(round.federation.stream, client)
-        down = {n: v for n, v in server.state.items() if server.reductions[n].down and n not in server.extra}
-        model = down if node in self.members.alike else down | held
-        state = {f"{MODEL}{n}": v for n, v in model.items()} | {f"{SERVER}{n}": v for n, v in server.extra.items()}
+        down = {n: v for n, v in server.state.items() if server.reductions[n].down}
+        state = {f"{SERVER if n in server.extra else MODEL}{n}": v for n, v in down.items()}
+        state |= {} if node in self.members.alike else {f"{MODEL}{n}": v for n, v in held.items()}
         parcel = Parcel({**self._head(round), "kind": "train", "outline": asdict(outline)}, state)
         server.record.download(client, parcel.nbytes)
         return parcel

@@ -11,19 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import current_round
 from lightning_fcl.errors import above, argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
-from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Server, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.fed3r import last_layer
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.method import Method, ended_clients
+from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.prototypes import SumOfSome, class_sums, no_sums
 from lightning_fcl.models.ridge import packed, square
-from lightning_fcl.randomness import seed_of
 
 _BATCH = 64  # samples of a step
 
@@ -87,17 +84,15 @@ class CCVR(Method):
             products[label] = packed(of.T @ of) if self.covariance == "full" else of.square().sum(dim=0)
         return {"sums": class_sums(client.module, features, y), "products": products}
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
-        if federation is None or not ended_clients(self, trainer):
-            return
-        kept, layer = federation.server.kept_for(self.section), last_layer(pl_module)
-        generator = torch.Generator().manual_seed(seed_of(federation.seed, self.section, current_round(trainer)))
-        known = (kept["sums"][:, 0] > 0).nonzero()[:, 0]
+    def server_turn(self, server: Server) -> State:
+        kept, generator, names = server.kept, server.generator, last_layer(server.module)
+        if kept["sums"].equal(section(server.begun, self.section)["sums"]):
+            return {}
+        layer, known = [server.state[name] for name in names], (kept["sums"][:, 0] > 0).nonzero()[:, 0]
         moments = [gaussian(kept["sums"][label].cpu(), kept["products"][label].cpu()) for label in known]
-        x = torch.cat([draw_gaussian(*each, self.samples, generator) for each in moments]).to(layer.weight)
+        x = torch.cat([draw_gaussian(*each, self.samples, generator) for each in moments]).to(layer[0])
         y = torch.arange(len(known)).repeat_interleave(self.samples).to(x.device)
-        weight, bias = (p.detach()[known].clone().requires_grad_() for p in (layer.weight, layer.bias))
+        weight, bias = (p.detach()[known].clone().requires_grad_() for p in layer)
         orders = [torch.randperm(len(y), generator=generator) for _ in range(self.epochs)]
         batches = [chosen for order in orders for chosen in torch.split(order, _BATCH)]
         optimizer = torch.optim.SGD([weight, bias], lr=self.learning_rate, momentum=0.9)
@@ -108,8 +103,8 @@ class CCVR(Method):
             weight.grad, bias.grad = torch.autograd.grad(loss, [weight, bias])
             optimizer.step()
             schedule.step()
-        with torch.no_grad():
-            layer.weight[known], layer.bias[known] = weight, bias
+        learnt = [p.index_copy(0, known, value) for p, value in zip(layer, (weight, bias), strict=True)]
+        return dict(zip(names, learnt, strict=True))
 
 
 def gaussian(sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:

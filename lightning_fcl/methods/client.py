@@ -1,8 +1,9 @@
-"""What a method sees of a client."""
+"""What a method sees of a client, and of the server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -98,6 +99,33 @@ class Client:
             )
             self._generator = torch.Generator().manual_seed(seed)
         return self._generator
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server when a round's uploads have come together, as `Method.server_turn` of one method sees it.
+
+    Args:
+        begun: Its state when the round began, with what it kept for methods.
+        state: Its state now, as reductions, its optimizer and the turns of methods before this one have made it.
+        kept: What it keeps for the method, by name: what is put there it keeps from then on.
+        share: Share of the stream's clients whose uploads were taken, above 0.
+        module: The module that the Trainer trains.
+        generator: Draws whatever is random, by the round and the method's section.
+
+    Example:
+        >>> begun, state = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+        >>> server = Server(begun, state, {}, 0.5, L.LightningModule(), torch.Generator())
+        >>> {name: (value + server.begun[name]) / 2 for name, value in server.state.items()}  # half the way
+        {'w': tensor([0.5000])}
+    """
+
+    begun: State
+    state: State
+    kept: State
+    share: float
+    module: L.LightningModule
+    generator: torch.Generator
 
 
 def section(memory: Mapping[str, Tensor], prefix: str) -> State:

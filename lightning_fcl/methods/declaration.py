@@ -18,7 +18,7 @@ from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Server
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.step import Pattern, Step, is_labelled
 from lightning_fcl.randomness import global_seed, keys_of
@@ -198,6 +198,13 @@ class Declaration:
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
         """What a client uploads to the entries of `server_state`: by name, each of an entry's shape."""
+        return {}
+
+    def server_turn(self, server: Server) -> State:
+        """What the server's model becomes, by name, when the uploads of a round have come together; {} for no change.
+
+        It is there before anybody tests the model, in a simulation as in a deployment.
+        """
         return {}
 
     # Who uses it.

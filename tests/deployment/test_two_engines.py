@@ -79,6 +79,14 @@ CASES = {
         "trainer": {"strategy": strategy(client_weights="uniform", participation=3), "callbacks": [method("SCAFFOLD")]}
     },
     "personal models": {"trainer": {"callbacks": [method("Ditto"), method("SI"), method("MOON"), method("FedNTD")]}},
+    "moved by the server": {
+        "trainer": {"strategy": strategy(client_weights="uniform"), "callbacks": [method("FedDyn")]}
+    },
+    "steps of all alike": {"trainer": {"callbacks": [method("FedNova")]}},
+    "updates in subspaces": {"trainer": {"callbacks": [method("FOT", eps=0.8)]}},
+    "layers by least squares": {"trainer": {"callbacks": [method("RegMean", alpha=0.5)]}},
+    "a head on drawn features": {"trainer": {"callbacks": [method("CCVR", samples=20)]}},
+    "a head by ridge regression": {"trainer": {"callbacks": [method("Fed3R")]}},
     "projection, accumulation and clipping": {
         "trainer": {"callbacks": [method("GEM", max_size=20)], "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     },
@@ -124,7 +132,14 @@ def waves(tmp_path, monkeypatch):
     sys.modules.pop("waves", None)
 
 
-FAST = ["distillation and replay", "own head", "compression", "prototypes", "sums of a reservoir"]
+FAST = [
+    "updates in subspaces",
+    "distillation and replay",
+    "own head",
+    "compression",
+    "prototypes",
+    "sums of a reservoir",
+]
 
 
 @pytest.mark.seconds
