@@ -260,7 +260,7 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
         if isinstance(method, ListensToRounds) or (method.ends_undrawn and participation.clients != 1.0):
             raise ValueError(
                 f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks at "
-                "all of them when a round is done, as only a simulation can. Simulate it, with `lightning-fcl fit`."
+                "what all keep when a round is done, as only a simulation can. Simulate it, with `lightning-fcl fit`."
             )
 
 
