@@ -36,12 +36,11 @@ def client_steps(trainer: L.Trainer) -> int | float:
     federation = federation_of(trainer)
     if federation is None:
         return trainer.num_training_batches
-    at_hand = federation.strategy.round
-    if at_hand is None or at_hand.cohort is None:
+    if not federation.batches:
         raise ValueError(
             "Expected a client that trains for `client_steps` but none does. Ask within a step, or in a batch's hooks."
         )
-    return len(at_hand.cohort)
+    return federation.batches
 
 
 def common_batches(federation: Federation) -> int:

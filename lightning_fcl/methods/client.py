@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -13,10 +13,8 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.randomness import seed_of
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 class Client:
@@ -50,7 +48,7 @@ class Client:
         server: State | None = None,
         part: ClientRound | None = None,
         module: L.LightningModule | None = None,
-        federation: Federation | None = None,
+        federation: RunsFederation | None = None,
         active: bool = True,
         section: str = "",
         generator: torch.Generator | None = None,

@@ -64,7 +64,7 @@ class SCAFFOLD(Method):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         settings = settings_of(trainer.optimizers[0])
-        scheduled = need_federation(trainer, "SCAFFOLD", "").strategy.local_steps.scheduled
+        scheduled = need_federation(trainer, "SCAFFOLD", "").scheduled
         alike = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
         if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not alike:
             raise ValueError(

@@ -137,7 +137,6 @@ class FederatedStrategy(RanksStrategy):
         self.local_steps = LocalSteps()
         self.limits = TrainerLimits()
         self.round: Round | None = None  # the one at hand; None before a fit
-        self.shows_client = False  # whether the module is a client's model: see `client_model`
         self.clients_at_once = 1
         self.why_one_at_a_time: str | None = None
         self._seed = seed

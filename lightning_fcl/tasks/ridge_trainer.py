@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,15 @@ Share = Literal["statistics", "weights"]
 
 # Of all statistics of a cohort together, in bytes: where it is used up, fewer clients run side by side.
 COHORT_BYTES = 128 * 2**20
+
+
+class PlasticityRule(Protocol):
+    """How gain and bias adapt: `lightning_fcl.callbacks.IntrinsicPlasticity`."""
+
+    mu: float
+    sigma: float
+
+    def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]: ...
 
 
 class RidgeTrainer:
