@@ -11,10 +11,8 @@ from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import Reduction, State, reductions_of
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.protocol import federation_of, need_federation
-from lightning_fcl.methods.ccvr import CCVR
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.fed3r import Fed3R
+from lightning_fcl.methods.declaration import Needs, overrides
 from lightning_fcl.methods.method import Method
 
 
@@ -65,14 +63,13 @@ class MovesServer(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = need_federation(trainer, type(self).__name__, self.needs.federation)
         methods = methods_of(trainer)
-        heads = [type(one).__name__ for one in methods[: methods.index(self)] if isinstance(one, CCVR | Fed3R)]
+        before = [type(one).__name__ for one in methods[: methods.index(self)] if overrides(one, "server_turn")]
         unfit = {
             f"`clients={self.clients}`": self.clients != "all",
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss,
             "a `FedBuff`": isinstance(federation.participation.schedule, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
-            "another that does, too": sum(isinstance(one, MovesServer) for one in methods) > 1,
-            f"{quoted(heads)} before it": bool(heads),
+            f"{quoted(before)} before it": bool(before),
         }
         for got in (what for what, there in unfit.items() if there):
             raise ValueError(

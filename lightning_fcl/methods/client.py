@@ -35,6 +35,7 @@ class Client:
         batch: The batch at hand.
         local_epoch: The local epoch of it, from 0.
         steps: Optimizer steps that it has taken in the round, known when its round ends.
+        missed: Whether the server has not heard of the round, known then, too.
 
     Example:
         >>> client = Client(part=ClientRound("site-a", round=2))
@@ -58,7 +59,7 @@ class Client:
         self.federation = federation
         self.active = active
         self.batch: Any = None
-        self.local_epoch = self.steps = 0
+        self.local_epoch, self.steps, self.missed = 0, 0, False
         self._part, self._module, self._section, self._generator = part, module, section, generator
 
     @property

@@ -86,10 +86,7 @@ class Fed3R(Method):
         return self._sums(client.module, own, data)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        federation = client.federation
-        if federation is not None and client.part.client in federation.server.record.missed:
-            return client.memory
-        return {"experience": torch.tensor(client.part.experience)}
+        return client.memory if client.missed else {"experience": torch.tensor(client.part.experience)}
 
     def server_turn(self, server: Server) -> State:
         sums, (weight, bias) = server.kept, last_layer(server.module)

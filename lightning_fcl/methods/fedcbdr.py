@@ -18,7 +18,7 @@ from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.method import Method, ended_clients
+from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.randomness import seed_of
 
@@ -66,9 +66,7 @@ class FedCBDR(Method):
         return {"gram": features.T @ features}
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        federation, part = client.federation, client.part
-        lost = federation is None or part.client in federation.server.record.missed
-        if lost or not (part.last_round and client.active):
+        if client.missed or not (client.part.last_round and client.active):
             return client.memory
         x, y = finite_pairs(data)
         return client.memory | remember({"x": x, "y": y, "features": embeddings(client.module, own, x)}, "new")
@@ -78,7 +76,9 @@ class FedCBDR(Method):
         if federation is None or not (gram := federation.server.kept_for(self.section)["gram"]).any():
             return
         server, rank = federation.server, int(torch.linalg.matrix_rank(gram, hermitian=True))
-        for part in ended_clients(self, trainer):
+        for part in federation.client_rounds(federation.round.number):
+            if not (part.last_round and part.client in server.record.trained and self.applies_to(part)):
+                continue
             server.record.download(part.client, gram.nbytes)
             if not federation.hosts(part.client):
                 continue

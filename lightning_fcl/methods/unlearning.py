@@ -82,7 +82,7 @@ class Unlearning(Method):
         memory, federation = client.memory, client.federation
         assert federation is not None  # as it needs one
         sums = [name for name, reduction in federation.server.reductions.items() if reduction.name == "sum"]
-        if not sums or client.part.client in federation.server.record.missed:  # what is unsent comes again
+        if not sums or client.missed:  # what is unsent comes again
             return memory
         same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])
         kept = {name: own[name].clone() + (memory[name] if same else 0) for name in sums}

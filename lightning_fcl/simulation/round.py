@@ -223,8 +223,9 @@ class Round:
         state, kept, part = trained.state(row), {}, cohort.clients[row]
         for method, memory in zip(self.federation.methods, trained.memories[row], strict=True):
             if method.remembers(part):
-                ended = method.end_round(cohort.ended(method, row, memory), state, cohort.data(method, row))
-                kept[method.section] = ended
+                client = cohort.ended(method, row, memory)
+                client.missed = missed
+                kept[method.section] = method.end_round(client, state, cohort.data(method, row))
         if trained.optimizer is not None:
             kept["optimizer"] = trained.optimizer
         self.federation.server.keep(part.client, state, kept, missed)
