@@ -215,10 +215,6 @@ class Declaration:
             return not client_round.balanced
         return self.clients == "all" or client_round.client in self.clients
 
-    def remembers(self, client_round: ClientRound) -> bool:
-        """Whether the client keeps a memory for the method: who never uses it has none."""
-        return isinstance(self.clients, str) or client_round.client in self.clients
-
     # What it is, and where it runs.
 
     @property
@@ -329,6 +325,11 @@ def overrides(method: Declaration | type[Declaration], function: str) -> bool:
     kind = method if isinstance(method, type) else type(method)
     own: object = getattr(kind, function)
     return own is not getattr(Declaration, function)
+
+
+def remembers(method: Declaration, client_round: ClientRound) -> bool:
+    """Whether a client keeps a memory for a method: who never uses it has none."""
+    return isinstance(method.clients, str) or client_round.client in method.clients
 
 
 def shapes_loss(method: Declaration, client: Client) -> bool:

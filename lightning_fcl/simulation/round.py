@@ -23,7 +23,7 @@ from lightning_fcl.federation.protocol import ListensToClients
 from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.methods.declaration import Declaration, Uploads, client_of
+from lightning_fcl.methods.declaration import Declaration, Uploads, client_of, remembers
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
@@ -222,7 +222,7 @@ class Round:
         """Keep what stays with a client."""
         state, kept, part = trained.state(row), {}, cohort.clients[row]
         for method, memory in zip(self.federation.methods, trained.memories[row], strict=True):
-            if method.remembers(part):
+            if remembers(method, part):
                 client = cohort.ended(method, row, memory)
                 client.missed = missed
                 kept[method.section] = method.end_round(client, state, cohort.data(method, row))

@@ -15,7 +15,7 @@ from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.protocol import ListensToRounds, SolvesAtServer
 from lightning_fcl.federation.record import DIVERGED
 from lightning_fcl.methods.client import Server
-from lightning_fcl.methods.declaration import Declaration, client_of, overrides
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
 from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.federation import Federation
@@ -106,7 +106,7 @@ def _end_undrawn(round: Round, method: Declaration, done: Collection[str]) -> No
     """End the experiences that end with this round, for clients that were not drawn for it."""
     federation = round.federation
     for client in federation.client_rounds(round.number):
-        if client.client in done or not (client.last_round and method.remembers(client)):
+        if client.client in done or not (client.last_round and remembers(method, client)):
             continue
         if not federation.hosts(client.client):
             continue
