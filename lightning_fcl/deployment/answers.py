@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unicodedata import normalize
+from unicodedata import is_normalized
 from urllib.parse import quote
 
 import torch
@@ -109,37 +109,21 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
 
 
 def file_name_of(head: Mapping[str, Any], what: str) -> str:
-    """A name of a head, which one file can have."""
+    """A name of a head, which one file can have, and which may be taken for no other."""
     name = head.get(what)
     if (
         not isinstance(name, str)
         or name in ("", ".", "..")
         or len(name) > _LONGEST
         or not name.isprintable()
+        or not is_normalized("NFKC", name)
         or len(quote(name, safe="")) > _LONGEST
     ):
         raise RefusedError(
-            f"Expected the name of a {what}, not `..`, of letters that are printed and at most {_LONGEST} as a file's "
-            f"name has them, but got {str(name)[:40]!r}. Name it otherwise."
+            f"Expected the name of a {what}, not `..`, of letters that are printed, in Unicode's form NFKC, at most "
+            f"{_LONGEST} as a file's name has them, but got {str(name)[:40]!r}. Name it otherwise."
         )
     return name
-
-
-def normal(name: str) -> str:
-    """A name as it may be taken for another: two that are equal so are one."""
-    return normalize("NFKC", name)
-
-
-def by_normal(names: Iterable[str]) -> dict[str, str]:
-    """Clients' names, each by what it may be taken for: no two for the same."""
-    first: dict[str, str] = {}
-    for name in names:
-        if (other := first.setdefault(normal(name), name)) != name:
-            raise ValueError(
-                f"Expected clients with names of their own but got {other!r} and {name!r}, which are one once Unicode "
-                "is normalised. Rename one."
-            )
-    return first
 
 
 def upload_of(

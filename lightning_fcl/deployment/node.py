@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import lightning.pytorch as L
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import BOUND, file_name_of, normal
+from lightning_fcl.deployment.answers import BOUND, file_name_of
 from lightning_fcl.deployment.messages import (
     MODEL,
     SERVER,
@@ -181,17 +180,9 @@ def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
 def own_folder(folder: Path, federation: str, client: str) -> Path:
     """Where a client keeps what it remembers of a federation: no folder that another name may be taken for."""
     try:
-        own = inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
+        return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
     except ValueError as error:
         raise RefusedError(str(error)) from error
-    for parent, name in ((own.parent.parent, federation), (own.parent, client)):
-        for other in map(unquote, os.listdir(parent) if parent.exists() else ()):
-            if other != name and normal(other) == normal(name):
-                raise RefusedError(
-                    f"Expected a name of its own beside {other!r} but got {name!r}, which is the same once Unicode is "
-                    "normalised. Rename one."
-                )
-    return own
 
 
 def memories(folder: Path, client: str, round: int) -> Path:

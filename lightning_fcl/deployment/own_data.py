@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from numpy.typing import NDArray
-from torch.utils.data import TensorDataset
 
 from lightning_fcl import __version__
 from lightning_fcl.data.batches import joined
@@ -142,7 +141,7 @@ def _read_images(folder: Path) -> Samples:
         loader=lambda path: read_image(Path(path), None, "RGB").copy(),  # a tensor may be written to
     )
     x, y = joined([[image[None], torch.tensor([label])] for image, label in found])
-    return replace(samples_of(TensorDataset(x, y)), x=x, targets=y.numpy(), classes=tuple(found.classes))
+    return Samples(x, y.numpy(), tuple(found.classes))
 
 
 def numbers_of(names: NDArray[Any], classes: Sequence[str], whose: str) -> IntArray:
