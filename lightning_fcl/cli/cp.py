@@ -25,8 +25,6 @@ def arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     if options.file.exists() and not options.force:
         raise ValueError(f"Expected a new file but {options.file} is there. Name another, or say --force.")
-    if not options.file.parent.is_dir():
-        raise ValueError(f"Expected a file in a folder that is there but {options.file.parent} is none. Make it first.")
     write_whole(options.file, flat(find_recipe(options.recipe)))
     print(f"{options.file}: train it with lightning-fcl fit {options.file}")
 

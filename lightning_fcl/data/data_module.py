@@ -78,6 +78,12 @@ def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
     return batch if idle else hook(batch, *arguments)
 
 
+def refuse_hooks(stream: L.LightningDataModule, whose: str) -> None:
+    """Refuse hooks that batches go through, where samples are read past them."""
+    if hooks := [hook for hook in TRANSFER_HOOKS if is_overridden(hook, stream)]:
+        raise ValueError(f"Expected no `{hooks[0]}` {whose}. Do in its data set's own transform what it does.")
+
+
 def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
     """Call a hook that draws from a seed: what it splits is the same in all hooks, processes, and continued fits."""
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]

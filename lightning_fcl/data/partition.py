@@ -81,7 +81,7 @@ class IID(Partition):
         check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        _check_number(self.clients, len(y))
+        between(1, len(y), clients=self.clients)
         return _named([np.array_split(rng.permutation(len(y)), self.clients)])
 
 
@@ -115,7 +115,7 @@ class Dirichlet(Partition):
         check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        _check_number(self.clients, len(y))
+        between(1, len(y), clients=self.clients)
         for _ in range(_ATTEMPTS if self.min_size <= len(y) // self.clients else 0):
             pieces = []
             for label in np.unique(y):
@@ -160,13 +160,8 @@ class Shards(Partition):
         check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        _check_number(self.clients, len(y))
-        most = len(y) // self.clients
-        if not 1 <= self.shards_per_client <= most:
-            raise ValueError(
-                f"Expected `shards_per_client` to be between 1 and {most}, what {len(y)} samples allow "
-                f"{self.clients} clients, but got {self.shards_per_client}. Take fewer shards or fewer clients."
-            )
+        between(1, len(y), clients=self.clients)
+        between(1, len(y) // self.clients, shards_per_client=self.shards_per_client)
         pieces = np.array_split(np.argsort(y, kind="stable"), self.clients * self.shards_per_client)
         dealt = rng.permutation(len(pieces)).reshape(self.clients, self.shards_per_client)
         return _named([[pieces[shard] for shard in hand] for hand in dealt.T])
@@ -209,7 +204,7 @@ class ClassSubsets(Partition):
             )
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        _check_number(self.clients, len(y))
+        between(1, len(y), clients=self.clients)
         classes = np.unique(y)
         fewest, most = _range(self.classes_per_client)
         if not 1 <= fewest <= most <= len(classes):
@@ -267,11 +262,3 @@ def _named(pieces: Sequence[Sequence[IntArray]]) -> dict[str, IntArray]:
     """Clients by number; each has its part of every piece."""
     parts = (np.sort(np.concatenate(own)).astype(np.int64) for own in zip(*pieces, strict=True))
     return {str(client): part for client, part in enumerate(parts)}
-
-
-def _check_number(clients: int, samples: int) -> None:
-    if not 1 <= clients <= samples:
-        raise ValueError(
-            f"Expected `clients` to be between 1 and {samples}, the number of samples, but got {clients}. Take fewer "
-            "clients."
-        )

@@ -65,9 +65,10 @@ class Node:
             said, state = answers[parcel.head["kind"]](parcel)
             return Parcel({**head, **said}, state)
         except Exception as error:  # whatever fails here, the server has to know, and goes on with others
-            if not isinstance(error, RefusedError):
+            why = str(error)
+            if not why.startswith("Expected "):
                 log.exception("Client %s could not answer.", self.client)
-            why = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+                why = f"{type(error).__name__}: {why}"
             return Parcel({**head, "refused": reason_of(why)})
 
     def _hello(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
@@ -179,10 +180,7 @@ def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
 
 def own_folder(folder: Path, federation: str, client: str) -> Path:
     """Where a client keeps what it remembers of a federation: no folder that another name may be taken for."""
-    try:
-        return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
-    except ValueError as error:
-        raise RefusedError(str(error)) from error
+    return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
 
 
 def memories(folder: Path, client: str, round: int) -> Path:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.continual import (
     FloatArray,
     Tasks,
@@ -187,8 +188,7 @@ def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> Float
         >>> stream_accuracies(record, "a")
         array([1.   , 0.875,   nan])
     """
-    if model not in record["tasks"]:
-        raise ValueError(f"Expected `model` to be one of {', '.join(record['tasks'])} but got {model}.")
+    one_of(record["tasks"], model=model)
     return stream_values(*_history(record, model))
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.hub.reading import AGAIN, check_members, check_size, reading
 
+ANY = "..."
 Wanted = Mapping[str, tuple[str, tuple[int | str, ...]]]
 
 _CONTENTS = {"f": "floats", "iu": "integers", "biu": "integers", "iuf": "numbers", "U": "text", "pixels": "images"}
@@ -56,7 +57,7 @@ def read_npz(path: Path, wanted: Wanted, remedy: str = AGAIN) -> dict[str, NDArr
     """Arrays of an npz file, as `read_arrays` reads them, of the wanted kinds and shapes.
 
     For each name stand the kinds of dtype, as in `numpy.dtype.kind`, or "pixels" for images of uint8, at least one; and
-    the shape: sizes that have a name are free, but equal wherever they have the same name.
+    the shape: sizes that have a name are free, but equal wherever they have the same name, and `ANY` ends it anyhow.
     """
     arrays = read_arrays(path, wanted, remedy)
     if missing := [name for name in wanted if name not in arrays]:
@@ -70,6 +71,7 @@ def check_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], wanted: Wanted,
     sizes: dict[int | str, int] = {}
     for name, (kinds, shape) in wanted.items():
         found, dtype = arrays[name].shape, arrays[name].dtype
+        shape = (*shape[:-1], *found[len(shape) - 1 :]) if shape[-1:] == (ANY,) else shape
         for size, actual in zip(shape, found, strict=False):
             sizes.setdefault(size, size if isinstance(size, int) else actual)
         problem = ""

@@ -95,8 +95,8 @@ class Measurement:
             raise ValueError(f"Expected `units` to be {', '.join(self.units)} but got {units}. Convert the values.")
         self._check_values(values)
         if self.scaled_over == "data":
-            mean, std = (self._along(part) for part in (self.mean, self.std))
-            return scaled(values, mean, std)
+            along = [-1 if axis == "channel" else 1 for axis in self.axes]
+            return scaled(values, np.array(self.mean).reshape(along), np.array(self.std).reshape(along))
         channel = self.axes.index("channel") + 1
         others = tuple(axis for axis in range(1, values.ndim) if axis != channel or self.scaled_over == "sample")
         if self.scaled_over == "sample":
@@ -116,10 +116,6 @@ class Measurement:
         of = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
         at = f" at {self.rate:g} Hz" if self.rate else ""
         return f"{size}{at}: {names}; scaled by the mean and deviation of {of[self.scaled_over]}"
-
-    def _along(self, values: Sequence[float] | None) -> NDArray[np.float64]:
-        """A value of each channel, of a shape that broadcasts to a sample."""
-        return np.array(values).reshape([-1 if axis == "channel" else 1 for axis in self.axes])
 
     def _check_values(self, values: NDArray[Any]) -> None:
         if not np.isfinite(values).all():

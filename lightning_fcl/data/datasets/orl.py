@@ -65,11 +65,10 @@ def load(
         pixels = np.stack([read_image(file, "PPM", "L", _SHAPE) for own in folders.values() for file in own])
         number = np.repeat(list(folders), [len(own) for own in folders.values()])
     people, y = np.unique(number, return_inverse=True)
-    if size is None:
-        return faces(pixels, y, [f"s{person}" for person in people], None, normalize)
-    # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
-    scale = min(_SHAPE[0] / size[0], _SHAPE[1] / size[1])
-    height, width = (max(1, round(scale * wanted)) for wanted in size)
-    top, left = (_SHAPE[0] - height) // 2, (_SHAPE[1] - width) // 2
-    middle = pixels[:, top : top + height, left : left + width]
-    return faces(middle, y, [f"s{person}" for person in people], size, normalize)
+    if size is not None:
+        # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
+        scale = min(_SHAPE[0] / size[0], _SHAPE[1] / size[1])
+        height, width = (max(1, round(scale * wanted)) for wanted in size)
+        top, left = (_SHAPE[0] - height) // 2, (_SHAPE[1] - width) // 2
+        pixels = pixels[:, top : top + height, left : left + width]
+    return faces(pixels, y, [f"s{person}" for person in people], size, normalize)

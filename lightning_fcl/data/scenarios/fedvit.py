@@ -147,8 +147,7 @@ def _blocks(
     if order is None:
         numbers = np.random.default_rng([seed, 4]).permutation(classes).tolist()
     else:
-        numbers = classes if isinstance(order, str) else number_order(order, names, "class_order")
-    if sorted(numbers) != classes:
-        raise ValueError(f"Expected `class_order` to order all classes {classes} but got {numbers}.")
+        numbers = classes if isinstance(order, str) else number_order(order, names, "class_order", classes)
+        numbers = [label for label in numbers if label in classes]
     size = len(classes) // tasks
     return tuple(tuple(sorted(numbers[first : first + size])) for first in range(0, len(classes), size))
