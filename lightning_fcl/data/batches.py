@@ -86,25 +86,19 @@ class _Requested(Dataset[Any]):
         return request.read(self.take)
 
 
-def read(
-    take: Take,
-    requests: Iterable[Request],
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    worker_init_fn: Callable[[int], None] | None = None,
-) -> Iterator[Any]:
+def read(take: Take, requests: Iterable[Request], loading: Loading) -> Iterator[Any]:
     """What requests ask for; workers that a system spawns run the main script first, and end with one without guard."""
-    if not num_workers:
+    if not loading.num_workers:
         yield from (request.read(take) for request in requests)
         return
     loader = DataLoader(
         _Requested(take),
         batch_size=None,
         sampler=requests,
-        num_workers=num_workers,
+        num_workers=loading.num_workers,
         collate_fn=_as_it_is,
-        pin_memory=pin_memory,
-        worker_init_fn=worker_init_fn,
+        pin_memory=loading.pin_memory,
+        worker_init_fn=loading.worker_init_fn,
         generator=torch.Generator().manual_seed(0),  # it would draw from the global one
     )
     try:
@@ -113,8 +107,9 @@ def read(
         if "exited unexpectedly" not in str(error) or get_start_method() == "fork":
             raise
         raise RuntimeError(
-            f"Expected the {num_workers} processes of `num_workers` to read but one has ended: this system spawns "
-            'them with the main script. Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.'
+            f"Expected the {loading.num_workers} processes of `num_workers` to read but one has ended: this system "
+            'spawns them with the main script. Put what trains below `if __name__ == "__main__":`, or set '
+            "`num_workers=0`."
         ) from error
 
 

@@ -78,10 +78,20 @@ def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
     return batch if idle else hook(batch, *arguments)
 
 
-def refuse_hooks(stream: L.LightningDataModule, whose: str) -> None:
-    """Refuse hooks that batches go through, where samples are read past them."""
-    if hooks := [hook for hook in TRANSFER_HOOKS if is_overridden(hook, stream)]:
-        raise ValueError(f"Expected no `{hooks[0]}` {whose}. Do in its data set's own transform what it does.")
+def overridden_hook(*owners: object) -> str | None:
+    """Who overrides a hook that batches go through, in words; None: nobody."""
+    own = [owner for owner in owners if isinstance(owner, L.LightningDataModule | L.LightningModule)]
+    found = ((owner, hook) for owner, hook in product(own, TRANSFER_HOOKS) if is_overridden(hook, owner))
+    return next((f"`{type(owner).__name__}` overrides `{hook}`" for owner, hook in found), None)
+
+
+def refuse_hooks(who: str, *owners: object) -> None:
+    """Refuse hooks that batches go through, for one who takes samples that have not gone through them."""
+    if hook := overridden_hook(*owners):
+        raise ValueError(
+            f"Expected samples that reach the module as they are for {who} but {hook}. Do in the data set's own "
+            "transform what it does."
+        )
 
 
 def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from tqdm import tqdm
 
-from lightning_fcl.data.batches import Request, read
+from lightning_fcl.data.batches import Loading, Request, read
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.evaluation.files import cache_folder, locked, replacing, writing
@@ -88,7 +88,7 @@ def images_of(samples: Samples, num_workers: int = 0, rows: IntArray | None = No
     rows = np.arange(len(samples)) if rows is None else rows
     parts = np.split(rows, range(_BATCH, len(rows), _BATCH))
     requests = (Request(part, 0, ("features", number)) for number, part in enumerate(parts))
-    for batch in read(samples.stored, requests, num_workers if samples.draws else 0):
+    for batch in read(samples.stored, requests, Loading(_BATCH, num_workers=num_workers if samples.draws else 0)):
         if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
             raise ValueError(
                 "Expected data of images and their classes for `features` but got items of other kinds. Let the data "

@@ -217,7 +217,20 @@ class ClassSubsets(Partition):
             own = rng.choice(len(classes), size=rng.integers(fewest, most, endpoint=True), replace=False)
             asked[client, own] = rng.uniform(*_range(self.fraction))
         _deal_left_out(asked, rng)
-        return _named([_divide(y, label, asked[:, column], rng) for column, label in enumerate(classes)])
+        pieces = []
+        for label, shares in zip(classes, asked.T, strict=True):
+            members = rng.permutation(np.flatnonzero(y == label))
+            *parts, _ = _cut(members, np.cumsum(shares) / max(1.0, shares.sum()))
+            for client, part in enumerate(parts):
+                if shares[client] > 0 and len(part) == 0:
+                    raise ValueError(
+                        f"Expected at least one sample of class {label} for client '{client}' but "
+                        f"{np.count_nonzero(shares)} clients hold the class, which has {len(members)} samples, and the "
+                        f"`fraction` of this one is {shares[client]:.3g}. Raise `fraction`, or lower `clients` or "
+                        "`classes_per_client`."
+                    )
+            pieces.append(parts)
+        return _named(pieces)
 
 
 def _deal_left_out(asked: NDArray[np.float64], rng: np.random.Generator) -> None:
@@ -235,20 +248,6 @@ def _deal_left_out(asked: NDArray[np.float64], rng: np.random.Generator) -> None
 def _range(given: float | Sequence[float]) -> tuple[Any, Any]:
     low, high = given if isinstance(given, Sequence) else (given, given)
     return low, high
-
-
-def _divide(y: IntArray, label: np.int64, asked: NDArray[np.float64], rng: np.random.Generator) -> list[IntArray]:
-    """A class's samples for each client, in the shares that they ask for."""
-    members = rng.permutation(np.flatnonzero(y == label))
-    *parts, _ = _cut(members, np.cumsum(asked) / max(1.0, asked.sum()))
-    for client, part in enumerate(parts):
-        if asked[client] > 0 and len(part) == 0:
-            raise ValueError(
-                f"Expected at least one sample of class {label} for client '{client}' but {np.count_nonzero(asked)} "
-                f"clients hold the class, which has {len(members)} samples, and the `fraction` of this one is "
-                f"{asked[client]:.3g}. Raise `fraction`, or lower `clients` or `classes_per_client`."
-            )
-    return parts
 
 
 def _cut(members: IntArray, ends: NDArray[np.float64]) -> list[IntArray]:

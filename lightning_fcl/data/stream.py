@@ -237,7 +237,7 @@ class FederatedStream(L.LightningDataModule):
             samples = samples.in_single_precision()
         self.samples = replace(samples, loaders=loaders, collate_fn=self.collate_fn or samples.collate_fn)
         if self.features is not None:
-            refuse_hooks(self, f"of {name_of(self.data)} with `features`, of which batches are made")
+            refuse_hooks("`features`", self.data, self)
             device = None if self.trainer is None else self.trainer.strategy.root_device
             self.samples = embedded(self.samples, self.features, self.num_workers, device)
         self.y = samples.targets if samples.classes else EMPTY
@@ -255,8 +255,7 @@ class FederatedStream(L.LightningDataModule):
 
     def read(self, requests: Iterable[Request], part: str = "train") -> Iterator[Any]:
         """The batches of a part that requests ask for, read by `num_workers` processes, which are given no Trainer."""
-        take, own = partial(self.samples.take, part=part), self.loading(part)
-        return read(take, requests, own.num_workers, own.pin_memory, own.worker_init_fn)
+        return read(partial(self.samples.take, part=part), requests, self.loading(part))
 
     def client_round(self, client: str, round: int) -> ClientRound:
         """What is known of a client's part in a round."""

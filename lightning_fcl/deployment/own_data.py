@@ -83,7 +83,14 @@ def read_data(where: str | Path) -> OwnData:
                 raise FileNotFoundError(f"there is no file {path.resolve()}")
             return _read_file(path)
         if path.is_dir():
-            return OwnData(_read_images(path))
+            torchvision = require("torchvision", "reads folders of images")
+            found = torchvision.datasets.ImageFolder(
+                path,
+                transform=torchvision.transforms.functional.to_tensor,  # scaled to [0, 1]
+                loader=lambda file: read_image(Path(file), None, "RGB").copy(),  # a tensor may be written to
+            )
+            x, y = joined([[image[None], torch.tensor([label])] for image, label in found])
+            return OwnData(Samples(x, y.numpy(), tuple(found.classes)))
         if ":" in str(where):
             made = resolve_name(str(where))
             if isinstance(made, type) and issubclass(made, L.LightningDataModule):
@@ -133,18 +140,6 @@ def _read_file(path: Path) -> OwnData:
     return OwnData(samples, rounds, read.get("part"))
 
 
-def _read_images(folder: Path) -> Samples:
-    """A folder of images for each class, scaled to [0, 1]."""
-    torchvision = require("torchvision", "reads folders of images")
-    found = torchvision.datasets.ImageFolder(
-        folder,
-        transform=torchvision.transforms.functional.to_tensor,
-        loader=lambda path: read_image(Path(path), None, "RGB").copy(),  # a tensor may be written to
-    )
-    x, y = joined([[image[None], torch.tensor([label])] for image, label in found])
-    return Samples(x, y.numpy(), tuple(found.classes))
-
-
 def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
     """Let a stream be that of a node: its own samples, and the rounds that the server has told."""
     samples, whose = data.samples, f"client {outline.client}"
@@ -179,7 +174,7 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
 
 def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
     """Write what each client of a stream would have, and what its server tests on, each to a file of its own."""
-    refuse_hooks(stream, f"of {name_of(stream.data)} for nodes that have its samples as files alone")
+    refuse_hooks("nodes that have them as files", stream.data, stream)
     stream.setup("fit")
     missing = [name for name in stream.left_open if name != "num_workers"]
     if stream.samples.loaders and missing:

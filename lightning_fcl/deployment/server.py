@@ -281,7 +281,20 @@ def serve(
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
             trainer = super().instantiate_trainer(**kwargs)
-            _deploy(trainer, Nodes(link, fingerprint(read_recipe(recipe)), terms))
+            strategy, callbacks = trainer.strategy, callbacks_of(trainer)
+            assert isinstance(strategy, FederatedStrategy)
+            check_deployable(strategy.federation.participation, methods_of(trainer))
+            for callback in callbacks:
+                if isinstance(callback, ContinualMetrics):
+                    # Clients' models, with what is their own, and their samples never come here.
+                    callback.clients, callback.training = "none", False
+            nodes = Nodes(link, fingerprint(read_recipe(recipe)), terms)
+            strategy.cohort_size = 1
+            strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
+            strategy.server.compression = None  # uploads come as the server decodes them
+            strategy.server.largest_update = terms.largest_update
+            strategy.new_round = nodes.round
+            callbacks.append(nodes.identity)
             return trainer
 
         def fit(self, model: L.LightningModule, **arguments: Any) -> None:
@@ -295,20 +308,3 @@ def serve(
         log.info("Goes on from %s.", newest)
         words += ["--ckpt_path", str(newest)]
     return run(words, Served)
-
-
-def _deploy(trainer: L.Trainer, nodes: Nodes) -> None:
-    """Let the clients of a Trainer's strategy be nodes."""
-    strategy, callbacks = trainer.strategy, callbacks_of(trainer)
-    assert isinstance(strategy, FederatedStrategy)
-    check_deployable(strategy.federation.participation, methods_of(trainer))
-    for callback in callbacks:
-        if isinstance(callback, ContinualMetrics):
-            # Clients' models, with what is their own, and their samples never come here.
-            callback.clients, callback.training = "none", False
-    strategy.cohort_size = 1
-    strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
-    strategy.server.compression = None  # uploads come as the server decodes them
-    strategy.server.largest_update = nodes.terms.largest_update
-    strategy.new_round = nodes.round
-    callbacks.append(nodes.identity)

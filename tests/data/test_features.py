@@ -215,7 +215,7 @@ def test_a_data_module_that_changes_batches_is_refused(images):
             return [(batch[0] - 0.5) / 0.2, batch[1]]
 
     stream = FederatedStream(Normalises(*images), ClassIncremental(2), features=Counted())
-    with pytest.raises(ValueError, match="no `on_after_batch_transfer` of Normalises with `features`"):
+    with pytest.raises(ValueError, match="for `features` but `Normalises` overrides `on_after_batch_transfer`"):
         stream.setup("fit")
 
 

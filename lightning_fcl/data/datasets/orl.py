@@ -9,31 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
-from lightning_fcl.hub.source import Layout, Source
 
-SOURCE = Source(
-    name="orl",
-    title="the ORL faces",
-    content="400 grey faces of 40 people, 64 x 48 (the originals 112 x 92)",
-    licence="for research, with credit to AT&T Laboratories Cambridge",
-    citation="Samaria and Harter: Parameterisation of a stochastic model for human face identification. WACV 1994",
-    url="https://cam-orl.co.uk/facedatabase.html",
-    size="4 MB",
-    by_hand="Download the archive by hand from {url} and unpack it to {root}/orl, so that {root}/orl/s1/1.pgm is there",
-    layouts=(
-        Layout(
-            "folders of images",
-            ("orl/orl_faces", "orl/att_faces", "orl_faces", "att_faces", "orl", "."),
-            signs=("s*/*.pgm",),
-            strictly=r"s[1-9]\d?/[1-9]\d?\.pgm",
-        ),
-        Layout("npz file", ("orl/faces.npz", "faces.npz")),
-    ),
-    holds="`orl`, `orl_faces` or `att_faces`",
-)
+SOURCE = SOURCES["orl"]
 
 _SHAPE = (112, 92)
 _PEOPLE = 40

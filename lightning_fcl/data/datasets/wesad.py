@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import numbered_paths, read_npz
 from lightning_fcl.data.datasets.measurement import Sensor
@@ -28,25 +29,8 @@ from lightning_fcl.data.datasets.series import (
 )
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.reading import ensure, reading
-from lightning_fcl.hub.source import Layout, Source
 
-SOURCE = Source(
-    name="wesad",
-    title="the WESAD data",
-    content="signals of the body at wrist (6, 32 Hz) and chest (8, 700 Hz) in 4 conditions, 15 people, in chunks",
-    licence="CC BY 4.0 (the authors ask for citation and research use)",
-    citation="Schmidt et al.: Introducing WESAD, a dataset for wearable stress and affect detection. ICMI 2018",
-    url="https://archive.ics.uci.edu/dataset/465/wesad+wearable+stress+and+affect+detection",
-    size="2.5 GB, 17 GB unpacked",
-    by_hand="Download the archive by hand from {url} and unpack it to {root}/wesad, so that "
-    "{root}/wesad/WESAD/S2/S2.pkl is there",
-    layouts=(
-        Layout("pickles", ("wesad/WESAD", "WESAD", "wesad", "."), signs=("S*/S*.pkl",), strictly=r"S\d{1,3}/.*"),
-        Layout("wrist streams", ("wesad_wrist/streams", "streams"), signs=("S*.npz",), strictly=r"S\d{1,3}\.npz"),
-        Layout("wrist windows", ("wesad_wrist/windows_10s.npz", "windows_10s.npz")),
-    ),
-    holds="`WESAD` or `wesad_wrist`",
-)
+SOURCE = SOURCES["wesad"]
 
 _CLASSES = ("baseline", "stress", "amusement", "meditation")
 # Samples per second of the wristband, an Empatica E4, and the numbers of each signal; its acceleration is in 1/64 g.
