@@ -123,7 +123,18 @@ class Search:
         """Every point of the space, the last setting varying fastest, or the points of another search."""
         if self.points:
             return iter(self.points)
-        points = [_grid_points(key, what) for key, what in self.distributions.items()]
+        points: list[Sequence[Any]] = []
+        for key, what in self.distributions.items():
+            if isinstance(what, CategoricalDistribution):
+                points.append(what.choices)
+                continue
+            assert isinstance(what, IntDistribution | FloatDistribution)
+            if what.step is None:
+                raise ValueError(
+                    f"Expected choices or a `step` for `{key}`: the grid sampler cannot go through {what}."
+                )
+            number = round((what.high - what.low) / what.step) + 1
+            points.append([round(what.low + index * what.step, 12) for index in range(number)])
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,17 +182,6 @@ def _value(text: str, what: BaseDistribution) -> Any:
     if not what.low <= value <= what.high:
         raise ValueError(f"{text} is not from {what.low} to {what.high}")
     return value
-
-
-def _grid_points(key: str, what: BaseDistribution) -> Sequence[Any]:
-    """All values of a distribution, if they can be counted."""
-    if isinstance(what, CategoricalDistribution):
-        return what.choices
-    assert isinstance(what, IntDistribution | FloatDistribution)
-    if what.step is None:
-        raise ValueError(f"Expected choices or a `step` for `{key}`: the grid sampler cannot go through {what}.")
-    number = round((what.high - what.low) / what.step) + 1
-    return [round(what.low + index * what.step, 12) for index in range(number)]
 
 
 def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

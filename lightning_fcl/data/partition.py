@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.scenarios import IntArray, views
-from lightning_fcl.errors import argument, between, check_fields
+from lightning_fcl.errors import argument, between, check_fields, share
 
 _ATTEMPTS = 1000
 
@@ -197,21 +197,15 @@ class ClassSubsets(Partition):
     def __post_init__(self) -> None:
         check_fields(self)
         low, high = _range(self.fraction)
-        if not 0 < low <= high <= 1:
-            raise ValueError(
-                f"Expected `fraction` to be above 0 and at most 1 but got {self.fraction}. A range is (lowest, "
-                "highest)."
-            )
+        share(fraction=low)
+        between(low, 1, fraction=high)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
         classes = np.unique(y)
         fewest, most = _range(self.classes_per_client)
-        if not 1 <= fewest <= most <= len(classes):
-            raise ValueError(
-                f"Expected `classes_per_client` to be between 1 and {len(classes)}, the classes that `y` has, "
-                f"but got {self.classes_per_client}. A range is (lowest, highest)."
-            )
+        between(1, len(classes), classes_per_client=fewest)
+        between(fewest, len(classes), classes_per_client=most)
         asked = np.zeros((self.clients, len(classes)))
         for client in range(self.clients):
             own = rng.choice(len(classes), size=rng.integers(fewest, most, endpoint=True), replace=False)

@@ -27,8 +27,8 @@ if sys.platform != "win32":
     import fcntl
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST)
-_CLOSED += (errno.EISDIR, errno.ENAMETOOLONG)
+_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+_CLOSED |= {errno.ENAMETOOLONG}
 _LOCK = ".lock"
 _PREFIX = "lightning-fcl-"
 _SUM = re.compile(r"(\S+) ([0-9a-f]{64})")

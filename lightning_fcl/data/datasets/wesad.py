@@ -92,21 +92,19 @@ def load(
             f"Expected `device` to be 'wrist' with the {layout} in {path} but got 'chest', which only the publishers' "
             "pickles hold (S2/S2.pkl and so on). Get these, or pass device='wrist'."
         )
-    recordings = _windows(path, chunk) if layout == "wrist windows" else _recordings(layout, path, device)
-    data = chunked(recordings, chunk, normalize, _CLASSES, path, "condition")
+    data = chunked(_recordings(layout, path, device, chunk), chunk, normalize, _CLASSES, path, "condition")
     return replace(data, measurement=measured_series(chunk, normalize, _SENSORS[device], float(_RATE[device])))
 
 
-def _windows(path: Path, chunk: int) -> Iterator[Recording]:
-    arrays = read_windows(path, chunk, (6, _WINDOW), {"subject": "iu", "start": "iuf"}, SOURCE.remedy)
-    x, y, subject, start = (arrays[name] for name in ("X", "y", "subject", "start"))
-    for one in np.unique(subject).tolist():
-        own = np.flatnonzero(subject == one)
-        own = own[np.argsort(start[own], kind="stable")]
-        yield Recording(one, list(zip(x[own], y[own].tolist(), strict=True)), f"subject {one}")
-
-
-def _recordings(layout: str, folder: Path, device: str) -> Iterator[Recording]:
+def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[Recording]:
+    if layout == "wrist windows":
+        arrays = read_windows(folder, chunk, (6, _WINDOW), {"subject": "iu", "start": "iuf"}, SOURCE.remedy)
+        x, y, subject, start = (arrays[name] for name in ("X", "y", "subject", "start"))
+        for one in np.unique(subject).tolist():
+            own = np.flatnonzero(subject == one)
+            own = own[np.argsort(start[own], kind="stable")]
+            yield Recording(one, list(zip(x[own], y[own].tolist(), strict=True)), f"subject {one}")
+        return
     widths = _CHEST if device == "chest" else _WRIST
     for entry in numbered_paths(folder, r"S(\d{1,3})(?:\.npz)?"):
         path = entry / f"{entry.name}.pkl" if layout == "pickles" else entry

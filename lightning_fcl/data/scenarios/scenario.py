@@ -249,7 +249,7 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
 def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
     """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
     known = {kind.__name__: kind for kind in kinds}
-    if isinstance(given, tuple(known.values())):
+    if not isinstance(given, str) and isinstance(given, tuple(known.values())):
         return given
     wanted = str(given).replace("-", "").lower()
     for full, kind in known.items():
