@@ -43,10 +43,11 @@ def flat(recipe: Row) -> str:
     for name, value in zip(recipe.fit_words[::2], recipe.fit_words[1::2], strict=True):
         parsed = YAML(typ="safe").load(value)
         plain = isinstance(parsed, dict | list) and value[0] not in "{["  # text with a colon in it
+        first, *inner = name.removeprefix("--").split(".")
         more = value if plain else parsed
-        for key in reversed(name.removeprefix("--").split(".")):
+        for key in reversed(inner):
             more = CommentedMap({key: more})
-        _merge(whole, more)
+        _merge(whole, CommentedMap({first: more}))
     whole.pop("out", None)  # a file's results go to a folder of its own name
     out = io.StringIO()
     yaml.dump(whole, out)

@@ -90,7 +90,8 @@ class GridLink:
         """
         for message in [*messages]:
             if message not in self._pulls:
-                self._pulls[message] = found = Future()
+                found: Future[list[Sealed]] = Future()
+                self._pulls[message] = found
                 # Nobody waits for it at the end, as one would for a pool's.
                 threading.Thread(target=self._look, args=(message, found), daemon=True).start()
                 wait([found], _PATIENCE)
