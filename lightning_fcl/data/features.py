@@ -102,6 +102,16 @@ def pixels_of(x: Tensor) -> Tensor:
     return x / 255 if x.dtype == torch.uint8 else x
 
 
+def as_pixels(samples: Samples) -> Samples:
+    """Images as a backbone takes them: stored bytes become numbers from 0 to 1, and are not normalised."""
+    if not isinstance(samples.x, Tensor) or samples.x.dtype != torch.uint8:
+        return samples
+    measured, channels = samples.measurement, samples.x.shape[1]
+    if measured is not None:
+        measured = replace(measured, mean=(0.0,) * channels, std=(255.0,) * channels)
+    return replace(samples, scale=(torch.tensor(0.0), torch.tensor(255.0)), measurement=measured)
+
+
 def clear_features() -> tuple[int, int]:
     """Delete all features in the user's cache; how many files, and their bytes."""
     files = [path for path in (cache_folder() / "features").glob("[!.]*") if path.is_file()]
