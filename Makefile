@@ -72,6 +72,7 @@ recipes: .venv/ready ## the smallest run of every recipe (those whose data is th
 	$(BIN)/lightning-fcl fit --config recipes/quickstart.yaml --out runs/smoke/quickstart
 	$(call SMOKE,frozen-lite0)
 	$(call SMOKE,analytic)
+	$(call SMOKE,leaderboard)
 	if $(BIN)/lightning-fcl data check ucihar; then $(call SMOKE,flwf) && $(call SMOKE,flwf-as-written) && $(call SMOKE,ucihar-reservoir); else echo "skipped recipes/flwf: no data"; fi
 	if $(BIN)/lightning-fcl data check wesad hhar; then $(call SMOKE,incfed) && $(call SMOKE,fedclip) && $(call SMOKE,fedclip-hhar); else echo "skipped recipes/incfed and fedclip: no data"; fi
 	if $(BIN)/lightning-fcl data check tinyimagenet; then $(call SMOKE,fedvit); else echo "skipped recipes/fedvit: no data"; fi

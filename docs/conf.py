@@ -54,6 +54,7 @@ pygments_dark_style = "github-dark"
 html_title = "lightning-fcl"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["sort.js"]
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False

@@ -3,9 +3,9 @@
 Each RUN is what ``lightning-fcl reproduce`` wrote, as runs/flwf-paper: its table and figures go into the folder of its
 recipes, with a picture of the table against the paper. Then what stands between ``<!-- NAME -->`` and ``<!-- end -->``
 in each page is made anew from the tables; a page's own text stays. ``<!-- verdict -->`` says how near a table is to the
-paper, ``<!-- written -->`` what wrote it, ``<!-- papers -->`` lists papers; other names are those of layouts in
-``rows.yaml``, and parts of no such name are left as they are. ``<!-- written: small -->`` is of the table in the folder
-``small``.
+paper, ``<!-- written -->`` what wrote it, ``<!-- papers -->`` lists the papers that have a verdict, ``<!-- boards -->``
+has a table for each protocol of the leaderboard; other names are those of layouts in ``rows.yaml``, and parts of no
+such name are left as they are. ``<!-- written: small -->`` is of the table in the folder ``small``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,17 @@ from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.comparison import compared, scatter
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.leaderboard import board
 from lightning_fcl.evaluation.table import NEAR, Cell, Table, markdown_table, metric_number, read_table
-from lightning_fcl.running.rows import expanded, paper_folder, paper_rows, place_of, recipes_folder
+from lightning_fcl.running.rows import (
+    expanded,
+    paper_folder,
+    paper_rows,
+    place_of,
+    protocols_of,
+    recipes_folder,
+    slug,
+)
 
 _BLOCK = re.compile(r"(<!-- ([\w-]+)(?:: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _KINDS = ("mean", "percentile")
@@ -143,6 +152,17 @@ def written_block(table: Table, folder: str = "") -> str:
     return _wrapped(f"{text}{_seeds(table)}. The same numbers, seed by seed: [table.json]({path}).")
 
 
+def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
+    """Of each protocol of the leaderboard that was run its table, which a browser sorts, and its picture."""
+    parts = []
+    for protocol, notes in protocols.items():
+        if any(f"{protocol} {method}" in table.rows for method in notes):
+            shown = f"![Accuracy against traffic and time under {protocol}]({slug(protocol)}.png)"
+            sortable = f'<div class="sortable">\n\n{board(table, protocol, notes)}\n\n</div>'
+            parts.append(f"### {protocol}\n\n{sortable}\n\n{shown}")
+    return "\n\n".join(parts)
+
+
 def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
     """A line for each paper: how near its table is, if there is one of its scale, and why."""
     lines = []
@@ -240,7 +260,8 @@ def take_in(folder: Path) -> list[Path]:
             "without --rows."
         )
     figures = [one for one in _content(home).get("figures", []) if table.scale in one.get("scales", [table.scale])]
-    names = ["table.json", *(figure["file"] for figure in figures)]
+    boards = [f"{slug(protocol)}.png" for protocol in protocols_of(_content(home))]
+    names = ["table.json", *(figure["file"] for figure in figures), *boards]
     place = place_of(home, table.scale)
     place.mkdir(exist_ok=True)
     found = [(inside(folder, name), inside(place, name)) for name in names]
@@ -252,7 +273,8 @@ def take_in(folder: Path) -> list[Path]:
 def pages(recipes: Path) -> dict[Path, str]:
     """Every page of the recipes as its tables make it, by its path."""
     made = {path: _page(path) for path in sorted(recipes.glob("*/README.md"))}
-    papers = {path.parent.name: (_table(path.parent), _why(path.parent)) for path in made}
+    compared_ones = [path.parent for path, text in made.items() if "<!-- verdict" in text]
+    papers = {folder.name: (_table(folder), _why(folder)) for folder in compared_ones}
     summary = recipes / "README.md"
     if summary.is_file():
         text = summary.read_text(encoding="utf-8")
@@ -279,6 +301,8 @@ def _page(path: Path) -> str:
         if name in known:
             layout = known[name]
             return layout.markdown(table, _rows(folder / layout.of)) if (table := _table(folder / layout.of)) else None
+        if name == "boards":
+            return boards_block(table, protocols_of(_content(folder))) if (table := _table(folder)) else None
         if name == "verdict":
             return verdict_block(_table(folder / of), _why(folder))
         return written_block(table, of) if name == "written" and (table := _table(folder / of)) else None

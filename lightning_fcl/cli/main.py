@@ -30,6 +30,7 @@ COMMANDS = {
     "test": ("test", "test a run's model:          lightning-fcl test runs/quickstart"),
     "report": ("report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
     "reproduce": ("reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
+    "leaderboard": ("leaderboard", "methods under the same protocols: lightning-fcl leaderboard --protocols P4"),
     "tune": ("tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
     "device-report": ("device", "what a microcontroller would need to run a recipe, without training"),
     "export": ("export", "a run's model as ONNX:        lightning-fcl export runs/fit"),

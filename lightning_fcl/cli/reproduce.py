@@ -52,23 +52,10 @@ def run(options: Namespace) -> None:
     given = {"seeds": seeds, "workers": workers, "tasks": options.tasks}
     at_least(1, **{name: number for name, number in given.items() if number is not None})
     out = options.out or Path("runs") / f"{paper}-{scale}"
-    rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
+    asked = [row.strip() for row in options.rows.split(",")] if options.rows else None
     content = yaml.safe_load((folder / "rows.yaml").read_text())
     figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
-    jobs: dict[str, list[Job]] = {}
-    for name, row in rows.items():
-        configs, place = at_scale(row.configs, scale), out / row.slug
-        jobs[name] = [
-            Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", row.fit_words, options.tasks)
-            for seed in range(seeds)
-        ]
-    kept = place_of(folder, scale)
-    take_kept_runs([job for runs in jobs.values() for job in runs], out, kept)
-    if options.finished:
-        jobs = {name: done for name, runs in jobs.items() if (done := [job for job in runs if finished(job)])}
-        if not jobs:
-            raise ValueError(f"Expected finished runs in {out} or {kept} but there are none. Leave out --finished.")
-    run_jobs([job for runs in jobs.values() for job in runs], workers)
+    jobs = run_rows(folder, asked, scale, seeds, options.tasks, out, workers, options.finished)
     again = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)
     results = {name: [job.results() for job in runs] for name, runs in jobs.items()}
     table = Table.of([one for runs in results.values() for one in runs], paper, scale, again)
@@ -77,12 +64,40 @@ def run(options: Namespace) -> None:
     _write(out, table, results, content.get("metrics", []), figures)
     for name, runs in jobs.items() if options.keep else ():
         for job in runs:
-            target = kept / job.out.relative_to(out)
+            target = place_of(folder, scale) / job.out.relative_to(out)
             target.mkdir(parents=True, exist_ok=True)
             command = _command(paper, scale, job.seed + 1, name, options.tasks)
             write_results(target, read_results(job.out) | {"command": command}, indent=None)
             job.sign(target)
             print(f"Kept: {target}")
+
+
+def run_rows(
+    folder: Path,
+    asked: Sequence[str] | None,
+    scale: str,
+    seeds: int,
+    tasks: int | None,
+    out: Path,
+    workers: int | None,
+    only_finished: bool,
+) -> dict[str, list[Job]]:
+    """The runs of a paper's rows, or of the rows asked for: finished, kept beside the recipes, or else run now."""
+    jobs: dict[str, list[Job]] = {}
+    for name, row in paper_rows(folder, asked, scale).items():
+        configs, place = at_scale(row.configs, scale), out / row.slug
+        jobs[name] = [
+            Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", row.fit_words, tasks)
+            for seed in range(seeds)
+        ]
+    kept = place_of(folder, scale)
+    take_kept_runs([job for runs in jobs.values() for job in runs], out, kept)
+    if only_finished:
+        jobs = {name: done for name, runs in jobs.items() if (done := [job for job in runs if finished(job)])}
+        if not jobs:
+            raise ValueError(f"Expected finished runs in {out} or {kept} but there are none. Leave out --finished.")
+    run_jobs([job for runs in jobs.values() for job in runs], workers)
+    return jobs
 
 
 def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, finished: bool = False) -> str:

@@ -45,6 +45,8 @@ class RowEntry:
         scaled: More of these at some scales.
         expected: The paper's numbers, where they are not in the files.
         scales: Those at which it is run; None: all.
+        notes: What tables tell of it beside its numbers, by the column.
+        search: The file of the search for its settings.
     """
 
     configs: Sequence[str]
@@ -52,6 +54,8 @@ class RowEntry:
     scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     expected: Mapping[str, float] | None = None
     scales: Sequence[str] | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+    search: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,9 @@ def config_words(recipes: Iterable[str | Path]) -> list[str]:
 def expanded(content: Mapping[str, Any]) -> dict[str, RowEntry]:
     """All rows of a ``rows.yaml``: ``rows`` gives each its own file, or more of it; further ones are made by ``grids``.
 
-    A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs`` and ``set``. The
-    new rows are called by both names. ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
+    A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs``, in which
+    ``{row}`` stands for the row's name as that of a file, and ``set``. The new rows are called by both names.
+    ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
     """
     rows = {
         title: RowEntry(**entry) if isinstance(entry, dict) else RowEntry([entry])
@@ -153,12 +158,27 @@ def expanded(content: Mapping[str, Any]) -> dict[str, RowEntry]:
                 row = rows[title]
                 result[f"{change} {title}"] = replace(
                     row,
-                    configs=[*row.configs, *more.get("configs", [])],
+                    configs=[*row.configs, *(name.format(row=slug(title)) for name in more.get("configs", []))],
                     set={**row.set, **more.get("set", {})},
                     expected=expected.get(f"{change} {title}", {}),
                     scales=grid.get("scales"),
                 )
     return result
+
+
+def protocols_of(content: Mapping[str, Any]) -> dict[str, dict[str, Mapping[str, str]]]:
+    """Of each change that the ``grids`` of a ``rows.yaml`` make, by its name, the rows that it changes and their notes.
+
+    Example:
+        >>> rows = {"a": {"configs": [], "notes": {"logits": "all"}}, "b": "b.yaml"}
+        >>> protocols_of({"rows": rows, "grids": [{"with": {"P": {}}, "rows": ["a", "b"]}]})
+        {'P': {'a': {'logits': 'all'}, 'b': {}}}
+    """
+    entries, found = expanded(content), dict[str, dict[str, Mapping[str, str]]]()
+    for grid in content.get("grids", []):
+        for change in grid["with"]:
+            found.setdefault(change, {}).update({row: entries[row].notes for row in grid["rows"]})
+    return found
 
 
 def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:

@@ -9,7 +9,7 @@ import numpy as np
 from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.measurement import Measurement
-from lightning_fcl.errors import require
+from lightning_fcl.errors import at_least, require
 from lightning_fcl.hub.reading import reading
 from lightning_fcl.hub.source import Layout
 
@@ -20,18 +20,31 @@ _LAYOUT = Layout("bundled with scikit-learn", (str(_PACKAGE / "datasets" / "data
 SOURCE = replace(SOURCES["digits"], layouts=(_LAYOUT,))
 
 
-def load(root: str | Path | None = None) -> Arrays:
-    """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1; the file belongs to scikit-learn."""
+def load(root: str | Path | None = None, permutations: int = 1) -> Arrays:
+    """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1; the file belongs to scikit-learn.
+
+    With several ``permutations``, as in permuted MNIST, each digit comes once in each of these domains, ``"00"``,
+    ``"01"`` and so on, its pixels in the domain's order: in the first as they are, in others as drawn once for all.
+    Every fifth digit is then of the official test set, in all of them.
+    """
+    at_least(1, permutations=permutations)
     if find_spec("sklearn") is None:
         require("sklearn", "brings the digits")
     path = SOURCE.find(root)[1]
     with reading(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
         table = np.loadtxt(path, delimiter=",")  # importing scikit-learn for it would take seconds
     ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")
+    pixels, digits = (table[:, :-1] / 16).astype(np.float32), table[:, -1].astype(np.int64)
+    if permutations == 1:
+        sensed = Measurement.of_sensors([ink], (1, 8, 8), axes, mean=[0.0], std=[16.0])
+        return Arrays(pixels.reshape(-1, 1, 8, 8), digits, None, tuple("0123456789"), measurement=sensed)
+    rng = np.random.default_rng(0)
+    orders = [np.arange(64), *(rng.permutation(64) for _ in range(permutations - 1))]
     return Arrays(
-        x=(table[:, :-1].reshape(-1, 1, 8, 8) / 16).astype(np.float32),
-        y=table[:, -1].astype(np.int64),
+        x=np.concatenate([pixels[:, order] for order in orders]).reshape(-1, 1, 8, 8),
+        y=np.tile(digits, permutations),
         client=None,
         classes=tuple("0123456789"),
-        measurement=Measurement.of_sensors([ink], (1, 8, 8), axes, mean=[0.0], std=[16.0]),
+        official_test=np.tile(np.arange(len(digits)) % 5 == 4, permutations),
+        group=np.repeat([f"{number:02}" for number in range(permutations)], len(digits)),
     )

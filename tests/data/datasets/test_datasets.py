@@ -158,6 +158,21 @@ def test_pixels_are_normalised_when_they_are_taken():
     np.testing.assert_array_equal(plain.samples([1]), plain.x[[1]])
 
 
+def test_permuted_digits_are_domains_of_the_same_digits():
+    plain, data = datasets.load("digits"), datasets.load("digits", permutations=3)
+    x = data.x.reshape(3, 1797, 64)
+    assert np.array_equal(x[0], plain.x.reshape(-1, 64)) and np.array_equal(data.y, np.tile(plain.y, 3))
+    assert not np.array_equal(x[1], x[0]) and not np.array_equal(x[1], x[2])
+    for domain in x[1:]:
+        order = [int(np.flatnonzero((x[0] == column[:, None]).all(axis=0))[0]) for column in domain.T]
+        assert np.array_equal(x[0][:, order], domain)  # every digit's pixels in one and the same order
+    assert data.group[[0, 1797, -1]].tolist() == ["00", "01", "02"]
+    assert np.array_equal(data.official_test, np.tile(np.arange(1797) % 5 == 4, 3))
+    assert np.array_equal(data.x, datasets.load("digits", permutations=3).x)
+    with pytest.raises(ValueError, match="Expected `permutations` to be at least 1 but got 0"):
+        datasets.load("digits", permutations=0)
+
+
 def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
@@ -205,7 +220,7 @@ def test_load_refuses_unknown_options(small):
     message = "Expected an option of the data set 'ucihar' (`sensors`, `standardize`, `time_first`) but got `sensor`."
     with pytest.raises(ValueError, match=re.escape(message)):
         datasets.load("ucihar", small, sensor="gyro")
-    message = "Expected an option of the data set 'digits' (none) but got `sensors`."
+    message = "Expected an option of the data set 'digits' (`permutations`) but got `sensors`."
     with pytest.raises(ValueError, match=re.escape(message)):
         datasets.load("digits", sensors=("gyro",))
 

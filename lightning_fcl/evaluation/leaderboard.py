@@ -1,0 +1,139 @@
+"""The leaderboard: what methods come to under the same protocol, what they cost, and what leaves a client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import altair as alt
+import numpy as np
+
+from lightning_fcl.evaluation import charts
+from lightning_fcl.evaluation.charts import Points, Spec
+from lightning_fcl.evaluation.metrics import stream_accuracies
+from lightning_fcl.evaluation.table import Cell, Table, markdown_table
+
+Notes = Mapping[str, Mapping[str, str]]
+"""Of each method what a table tells beside its numbers, by the column: the ``logits`` that its loss sees, and so on."""
+
+
+class Column(NamedTuple):
+    """A column of numbers: its head, what its numbers are divided by, and how many digits they show."""
+
+    head: str
+    unit: float = 1.0
+    digits: int = 3
+
+
+COLUMNS = {
+    "last_accuracy": Column("last accuracy"),
+    "stage_accuracy": Column("mean over stages"),
+    "forgetting": Column("forgetting"),
+    "worst_client": Column("worst client"),
+    "rounds": Column("rounds", digits=0),
+    "upload_bytes": Column("up, kB", 1e3, 0),
+    "download_bytes": Column("down, kB", 1e3, 0),
+    "kept_bytes": Column("kept, kB", 1e3, 0),
+    "seconds": Column("seconds", digits=0),
+}
+
+
+def standing(run: Mapping[str, Any]) -> dict[str, float]:
+    """What a run came to, and what it took.
+
+    Args:
+        run: The contents of its ``results.json``, of a `ContinualMetrics` that tests each client.
+
+    Returns:
+        ``last_accuracy`` of the server's model on the whole test set after the last round; ``stage_accuracy``, the mean
+        over experiences of its accuracy on all classes that had come by the end of each; ``forgetting``, where there
+        are several; ``worst_client``, the lowest accuracy of a client on what it has learnt; ``rounds``;
+        ``upload_bytes`` and ``download_bytes`` of a client and an experience, in the mean; ``kept_bytes`` of a client;
+        ``seconds``.
+
+    Example:
+        >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"server": [5, 5 * r], "a": [5, 4]},
+        ...     "upload_bytes": {"a": 40}, "download_bytes": {"a": 50}} for r in range(2)]
+        >>> tasks = {"server": [[0], [1]], "a": [[0], [1]]}
+        >>> record = {"groups": ["x", "y"], "totals": [10, 10], "tasks": tasks, "rounds": rounds}
+        >>> metrics = {"final_accuracy/server": 0.5, "forgetting/server": 0.0, "stream_accuracy/a": 0.45,
+        ...     "upload_bytes/total": 80.0, "download_bytes/total": 100.0, "kept_bytes/clients": 0.0}
+        >>> found = standing({"record": record, "metrics": metrics, "seconds": 2.0})
+        >>> found["stage_accuracy"], found["worst_client"], found["upload_bytes"]
+        (0.5, 0.45, 40.0)
+    """
+    record, metrics = run["record"], run["metrics"]
+    clients = [model for model in record["tasks"] if model != "server"]
+    shares = len(clients) * len(record["tasks"]["server"])
+    found = {
+        "last_accuracy": metrics["final_accuracy/server"],
+        "stage_accuracy": float(np.nanmean(stream_accuracies(record))),
+        "forgetting": metrics.get("forgetting/server", math.nan),
+        "worst_client": min(metrics.get(f"stream_accuracy/{client}", math.inf) for client in clients),
+        "rounds": float(len(record["rounds"])),
+        "upload_bytes": metrics["upload_bytes/total"] / shares,
+        "download_bytes": metrics["download_bytes/total"] / shares,
+        "kept_bytes": metrics["kept_bytes/clients"],
+        "seconds": float(run["seconds"]),
+    }
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def board(table: Table, protocol: str, notes: Notes) -> str:
+    """A protocol's table in Markdown, the most accurate method first.
+
+    Args:
+        table: Of `standing`, its rows called ``PROTOCOL METHOD``.
+        notes: Of all methods of the protocol; those that were not run are left out.
+    """
+    found = {method: table.rows[f"{protocol} {method}"] for method in notes if f"{protocol} {method}" in table.rows}
+    columns = [name for name in COLUMNS if any(name in cells for cells in found.values())]
+    told = list(dict.fromkeys(name for method in found for name in notes[method]))
+    lines = [
+        [
+            method,
+            *(_text(COLUMNS[name], cells[name]) if name in cells else "-" for name in columns),
+            *(notes[method].get(name, "-") for name in told),
+        ]
+        for method, cells in sorted(found.items(), key=lambda one: -(one[1]["last_accuracy"].mean or 0.0))
+    ]
+    return markdown_table(["method", *(COLUMNS[name].head for name in columns), *told], lines)
+
+
+def _text(column: Column, cell: Cell) -> str:
+    mean, std = ((value or 0.0) / column.unit for value in (cell.mean, cell.std))
+    spread = f" ± {std:.{column.digits}f}" if cell.n > 1 and column.digits else ""
+    return f"{mean:.{column.digits}f}{spread}"
+
+
+def picture(table: Table, protocol: str, notes: Notes) -> Spec | None:
+    """Accuracy against bytes and against seconds, a point for each method; nothing where fewer than two were run."""
+    rows: Points = []
+    for method, told in notes.items():
+        if cells := table.rows.get(f"{protocol} {method}"):
+            mean = {name: cell.mean or 0.0 for name, cell in cells.items()}
+            traffic = (mean["upload_bytes"] + mean["download_bytes"]) / 1e6
+            point = {"method": method, "accuracy": mean["last_accuracy"], "logits": told.get("logits", "-")}
+            rows.append(point | {"traffic": traffic, "seconds": mean["seconds"]})
+    if len(rows) < 2:
+        return None
+    kinds = list(dict.fromkeys(row["logits"] for row in rows))
+    parts = [_against(rows, "traffic", "MB of a client and task, up and down", kinds)]
+    parts.append(_against(rows, "seconds", "seconds of a run", kinds))
+    return charts.spec(alt.hconcat(*parts).properties(title=protocol), rows=rows)
+
+
+def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> alt.LayerChart:
+    """Accuracy against a cost; names stand to the left of points on the right."""
+    x = alt.X(f"{cost}:Q", title=title, scale=alt.Scale(type="log", padding=40))
+    y = alt.Y("accuracy:Q", title="last accuracy", scale=alt.Scale(zero=False, padding=14))
+    base = charts.chart_of("rows").encode(x=x, y=y)
+    points = base.mark_point(filled=True, size=60, opacity=0.9)
+    points = points.encode(color=charts.colour("logits", kinds), shape=charts.shape("logits", kinds))
+    middle = math.sqrt(min(row[cost] for row in rows) * max(row[cost] for row in rows))
+    names = base.encode(text="method:N")
+    left = names.transform_filter(f"datum.{cost} <= {middle}").mark_text(align="left", dx=7, fontSize=10)
+    right = names.transform_filter(f"datum.{cost} > {middle}").mark_text(align="right", dx=-7, fontSize=10)
+    drawn: alt.LayerChart = alt.layer(points, left, right).properties(width=440, height=420)
+    return drawn

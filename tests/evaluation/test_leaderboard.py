@@ -1,0 +1,88 @@
+"""The leaderboard's numbers, tables and pictures."""
+
+import pytest
+
+from lightning_fcl.evaluation.leaderboard import board, picture, standing
+from lightning_fcl.evaluation.table import Cell, Table
+
+
+def run(tasks=2, **changed):
+    """A run of two clients, of which b ends lower, and of so many tasks."""
+    rounds = [
+        {
+            "round": number,
+            "experience": {"server": number, "a": number, "b": number},
+            "correct": {"server": [9 - number, 6 * number]},
+            "upload_bytes": {"a": 30, "b": 50},
+            "download_bytes": {"a": 10, "b": 10},
+        }
+        for number in range(tasks)
+    ]
+    groups = {model: [[0], [1]][:tasks] for model in ("server", "a", "b")}
+    metrics = {
+        "final_accuracy/server": 0.7,
+        "stream_accuracy/a": 0.8,
+        "stream_accuracy/b": 0.6,
+        "upload_bytes/total": 80.0 * tasks,
+        "download_bytes/total": 20.0 * tasks,
+        "kept_bytes/clients": 12.0,
+    }
+    metrics |= {"forgetting/server": 0.1} if tasks > 1 else {}
+    record = {"groups": ["x", "y"], "totals": [10, 10], "tasks": groups, "rounds": rounds}
+    return {"record": record, "metrics": metrics | changed, "seconds": 3}
+
+
+def test_a_standing_is_of_the_server_the_worst_client_and_a_client_s_bytes_of_a_task():
+    found = standing(run())
+    assert found == {
+        "last_accuracy": 0.7,
+        "stage_accuracy": pytest.approx((0.9 + 0.7) / 2),
+        "forgetting": 0.1,
+        "worst_client": 0.6,
+        "rounds": 2.0,
+        "upload_bytes": 40.0,
+        "download_bytes": 10.0,
+        "kept_bytes": 12.0,
+        "seconds": 3.0,
+    }
+
+
+def test_one_task_has_no_forgetting():
+    found = standing(run(tasks=1))
+    assert "forgetting" not in found and found["stage_accuracy"] == 0.9 and found["upload_bytes"] == 40.0
+
+
+def table(**methods):
+    rows = {
+        f"P {name}": {
+            "last_accuracy": Cell(dict(enumerate(values))),
+            "upload_bytes": Cell({0: 4000.0 * len(name)}),
+            "download_bytes": Cell({0: 4000.0}),
+            "seconds": Cell({0: 7.6 * len(name)}),
+        }
+        for name, values in methods.items()
+    }
+    return Table("leaderboard", "paper", "", {}, "", 0.0, rows)
+
+
+NOTES = {"low": {"logits": "all"}, "high": {"logits": "task's", "leaves": "weights"}, "not run": {}}
+
+
+def test_a_board_has_the_best_first_and_what_was_run():
+    lines = board(table(low=[0.25, 0.35], high=[0.5, 0.5]), "P", NOTES).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["method", "last accuracy", "up, kB", "down, kB", "seconds", "logits", "leaves"]
+    assert cells[2:] == [
+        ["high", "0.500 ± 0.000", "16", "4", "30", "task's", "weights"],
+        ["low", "0.300 ± 0.071", "12", "4", "23", "all", "-"],
+    ]
+
+
+def test_a_picture_has_each_method_by_its_traffic_and_its_time():
+    drawn = picture(table(low=[0.3], high=[0.5]), "P", NOTES)
+    assert drawn["datasets"]["rows"] == [
+        {"method": "low", "accuracy": 0.3, "logits": "all", "traffic": 0.016, "seconds": 22.8},
+        {"method": "high", "accuracy": 0.5, "logits": "task's", "traffic": 0.02, "seconds": 30.4},
+    ]
+    assert [part["layer"][0]["encoding"]["x"]["field"] for part in drawn["hconcat"]] == ["traffic", "seconds"]
+    assert picture(table(low=[0.3]), "P", NOTES) is None
