@@ -201,7 +201,7 @@ def test_a_turn_of_the_server_is_an_optimizer_s_step(fit, make_stream, make_task
     assert_same(*tasks, 1e-6)
 
 
-def test_the_turns_of_methods_follow_each_other_before_any_callback_looks(fit, make_stream, make_task):
+def test_the_turns_of_methods_follow_each_other_before_anybody_looks(fit, make_stream, make_task):
     """Each begins where the one before has come to; with nobody's upload the server has no turn."""
     seen, turns = [], []
 
@@ -218,10 +218,18 @@ def test_the_turns_of_methods_follow_each_other_before_any_callback_looks(fit, m
     class Second(First):
         pass
 
+    class Undrawn(Method):
+        ends_undrawn = True
+
+        def end_round(self, client, own, data):
+            if not client.part.drawn:
+                seen.append(next(iter(own.values())).detach().clone())
+            return {}
+
     first, second = First(), Second()
-    fit(make_task(), make_stream(experiences=1), [Ends(), first, second])
-    assert turns == ["First", "Second"]
-    assert torch.equal(second.given, first.given + 1) and torch.equal(seen[0], second.given + 1)
+    fit(make_task(), make_stream(experiences=1), [Ends(), first, second, Undrawn()], participation=1)
+    assert turns == ["First", "Second"] and torch.equal(second.given, first.given + 1)
+    assert len(seen) == 3 and all(torch.equal(one, second.given + 1) for one in seen)
 
     class NaN(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
