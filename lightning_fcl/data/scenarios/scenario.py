@@ -251,12 +251,10 @@ def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
     known = {kind.__name__: kind for kind in kinds}
     if not isinstance(given, str) and isinstance(given, tuple(known.values())):
         return given
-    wanted = str(given).replace("-", "").lower()
-    for full, kind in known.items():
-        if isinstance(given, str) and wanted in (full.lower(), full.lower().removesuffix("scenario")):
+    for full, kind in known.items() if isinstance(given, str) else ():
+        if given.replace("-", "").lower() in (full.lower(), full.lower().removesuffix("scenario")):
             return kind()
-    kind_of_error, said = (ValueError, f'"{given}"') if isinstance(given, str) else (TypeError, repr(given))
-    raise kind_of_error(
-        f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got {said}."
-        f"{did_you_mean(given, known)}"
-    )
+    expected = f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got"
+    if isinstance(given, str):
+        raise ValueError(f'{expected} "{given}".{did_you_mean(given, known)}')
+    raise TypeError(f"{expected} {given!r}.")
