@@ -87,7 +87,7 @@ class _Requested(Dataset[Any]):
 
 
 def read(take: Take, requests: Iterable[Request], loading: Loading) -> Iterator[Any]:
-    """What requests ask for; workers that a system spawns run the main script first, and end with one without guard."""
+    """What requests ask for, read here or by workers; those that a system spawns run the main script first."""
     if not loading.num_workers:
         yield from (request.read(take) for request in requests)
         return

@@ -47,7 +47,7 @@ def embedded(
         folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         with locked(folder / f".{own}.lock"):
-            if not any(folder.glob(f"{own}-*")):  # of this backbone: the images are read once for key and features
+            if not any(folder.glob(f"{own}-*")):  # none yet: the images are read once, for the key and for these
                 _write(folder / own, len(samples), (_features(network, x, device) for x in told()))
                 (folder / own).rename(folder / f"{own}-{key.hexdigest()[:32]}")
         if not first:

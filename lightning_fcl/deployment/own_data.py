@@ -153,7 +153,7 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
         targets = numbers_of(np.array(samples.classes)[samples.targets], outline.classes, f"the labels of {whose}")
     groups = targets if outline.of_classes else np.zeros(len(samples), dtype=np.int64)
     if not outline.of_classes and outline.groups and samples.group is not None:
-        groups = numbers_of(samples.group.astype(str), outline.groups, f"the labels of {whose}")
+        groups = numbers_of(samples.group.astype(str), outline.groups, f"the domains of {whose}")
     stream.plan = client_plan(outline, groups, data.rounds, stream.seed)
     data.lend_hooks(stream)
     stream.hold(replace(samples, targets=targets, classes=outline.classes))

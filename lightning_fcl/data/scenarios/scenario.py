@@ -249,14 +249,13 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
 def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
     """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
     known = {kind.__name__: kind for kind in kinds}
-    if not isinstance(given, str) and isinstance(given, tuple(known.values())):
+    expected = f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got"
+    if not isinstance(given, str):
+        if not isinstance(given, tuple(known.values())):
+            raise TypeError(f"{expected} {given!r}.")
         return given
-    wanted = str(given).replace("-", "").lower()
+    wanted = given.replace("-", "").lower()
     for full, kind in known.items():
-        if isinstance(given, str) and wanted in (full.lower(), full.lower().removesuffix("scenario")):
+        if wanted in (full.lower(), full.lower().removesuffix("scenario")):
             return kind()
-    kind_of_error, said = (ValueError, f'"{given}"') if isinstance(given, str) else (TypeError, repr(given))
-    raise kind_of_error(
-        f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got {said}."
-        f"{did_you_mean(given, known)}"
-    )
+    raise ValueError(f'{expected} "{given}".{did_you_mean(given, known)}')
