@@ -81,7 +81,7 @@ def test_a_package_offers_its_names(package, number):
         value = getattr(package, name)
         assert value.__name__ == name and value.__module__.startswith("lightning_fcl.")
         assert getattr(sys.modules[value.__module__], name) is value
-    assert {*methods.__all__} - {*callbacks.__all__} == {"Client", "Needs", "flatten", "remember", "section"}
+    assert {*methods.__all__} - {*callbacks.__all__} == {"Client", "Needs", "Server", "flatten", "remember", "section"}
 
 
 def test_a_name_that_is_not_there_is_no_attribute():

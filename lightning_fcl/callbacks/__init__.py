@@ -17,4 +17,6 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks.progress import FederatedProgressBar as FederatedProgressBar
     from lightning_fcl.methods import *  # noqa: F403
 else:
-    __all__, __getattr__, __dir__ = lazy_names(__name__, but=("Client", "Needs", "flatten", "remember", "section"))
+    __all__, __getattr__, __dir__ = lazy_names(
+        __name__, but=("Client", "Needs", "Server", "flatten", "remember", "section")
+    )

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -25,6 +24,7 @@ from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import above, argument, at_least, check_fields, one_of, require
 from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.hub.reading import reading
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.quantization import freeze
@@ -155,13 +155,8 @@ class BaseSession(Callback):
         """Steps 1 and 2, or what the cache has of them."""
         path = Path(self.cache) / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
         if path is not None and path.is_file():
-            try:
+            with reading(path, "to be a whole base session", "Delete it; the session is trained anew."):
                 network.load_state_dict(load_file(path))
-            except (SafetensorError, RuntimeError, OSError) as error:
-                raise ValueError(
-                    f"Expected {path} to be a whole base session but could not read it ({str(error).splitlines()[0]}). "
-                    "Delete it; the session is trained anew."
-                ) from error
             return
         samples, others = self._samples(stream)
         own, head = _classifier(network), network.get_submodule("head")

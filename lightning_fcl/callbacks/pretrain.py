@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.data_module import TRANSFER_HOOKS
+from lightning_fcl.errors import at_least
 from lightning_fcl.randomness import seed_of
 
 
@@ -34,8 +35,7 @@ class Pretrain(Callback):
     """
 
     def __init__(self, epochs: int = 50) -> None:
-        if epochs < 1:
-            raise ValueError(f"Expected `epochs` to be at least 1 but got {epochs}. Leave the callback out instead.")
+        at_least(1, epochs=epochs)
         self.epochs = epochs
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
@@ -25,8 +24,6 @@ def arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> None:
     if options.file.exists() and not options.force:
         raise ValueError(f"Expected a new file but {options.file} is there. Name another, or say --force.")
-    if not options.file.parent.is_dir():
-        raise ValueError(f"Expected a file in a folder that is there but {options.file.parent} is none. Make it first.")
     write_whole(options.file, flat(find_recipe(options.recipe)))
     print(f"{options.file}: train it with lightning-fcl fit {options.file}")
 
@@ -46,7 +43,11 @@ def flat(recipe: Row) -> str:
     for name, value in zip(recipe.fit_words[::2], recipe.fit_words[1::2], strict=True):
         parsed = YAML(typ="safe").load(value)
         plain = isinstance(parsed, dict | list) and value[0] not in "{["  # text with a colon in it
-        _set(whole, name.removeprefix("--").split("."), value if plain else parsed)
+        first, *inner = name.removeprefix("--").split(".")
+        more = value if plain else parsed
+        for key in reversed(inner):
+            more = CommentedMap({key: more})
+        _merge(whole, CommentedMap({first: more}))
     whole.pop("out", None)  # a file's results go to a folder of its own name
     out = io.StringIO()
     yaml.dump(whole, out)
@@ -59,7 +60,9 @@ def _merge(whole: CommentedMap, more: CommentedMap) -> None:
         name = key.removesuffix("+")
         here = whole.get(name)
         if key != name and isinstance(here, list):
-            here.extend(value)
+            here.extend(value if isinstance(value, list) else [value])
+        elif isinstance(value, CommentedMap) and isinstance(here, list):
+            _merge(here[-1], value)  # as the command line means it
         elif isinstance(value, CommentedMap) and isinstance(here, str) and "class_path" not in value:
             whole[name] = CommentedMap({"class_path": here})
             _merge(whole[name], value)
@@ -74,20 +77,3 @@ def _merge(whole: CommentedMap, more: CommentedMap) -> None:
             whole[name] = value
         if key in more.ca.items:
             whole.ca.items[name] = more.ca.items[key]
-
-
-def _set(place: Any, path: list[str], value: Any) -> None:
-    """Set one argument by its dotted name; of a list, in its last member."""
-    *parents, last = path
-    for name in parents:
-        if isinstance(place, list):
-            place = place[-1]
-        if isinstance(place.get(name), str):
-            place[name] = CommentedMap({"class_path": place[name]})
-        place = place.setdefault(name, CommentedMap())
-    if isinstance(place, list):
-        place = place[-1]
-    if last.endswith("+"):
-        place[last.removesuffix("+")].extend(value if isinstance(value, list) else [value])
-    else:
-        place[last] = value

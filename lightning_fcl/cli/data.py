@@ -56,8 +56,6 @@ def _show(options: Namespace) -> None:
 
     if options.out is not None and options.out.suffix != ".png":
         raise ValueError(f"Expected `--out` to be a file that ends in .png but got {options.out}.")
-    if options.out is not None and not options.out.parent.is_dir():
-        raise ValueError(f"Expected a file in a folder that is there but {options.out.parent} is none. Make it first.")
     recipe = find_recipes(options.names)
     stream = read_parts(recipe.configs, [*recipe.fit_words, *options.more]).datamodule
     stream.features = None  # who sees what does not ask for them

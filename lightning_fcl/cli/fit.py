@@ -54,7 +54,7 @@ def run(options: Namespace) -> None:
     if options.pretrained:
         words = _with_published(words)
     if not options.ckpt_path and not {"--print_config", "--help"} & {*words}:
-        words += ["--out", str(_free(options.out or _out([*recipes, *options.config])))]
+        words += ["--out", str(_free_folder([*recipes, *options.config], options.out))]
     _fit(words)
 
 
@@ -80,17 +80,14 @@ def _fit(words: Sequence[str]) -> None:
         print(_end(done.out))
 
 
-def _out(recipes: Sequence[str]) -> str:
-    """The folder of the results, where the command line does not say."""
-    said = [read_recipe_file(Path(one)) for one in recipes if Path(one).is_file()]
-    outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
-    outs += [str(run) for one in recipes if (run := run_of(Path(one)))]
-    names = [Path(one).stem if Path(one).is_file() else one.replace("@", "-") for one in recipes]
-    return outs[-1] if outs else f"runs/{[*names, 'fit'][0]}"
-
-
-def _free(out: str) -> Path:
-    """The folder, or where it holds another run, the first that is free with a number behind."""
+def _free_folder(recipes: Sequence[str], out: str | None) -> Path:
+    """The folder of the results, or where it holds another run, the first that is free with a number behind."""
+    if not out:
+        said = [read_recipe_file(Path(one)) for one in recipes if Path(one).is_file()]
+        outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
+        outs += [str(run) for one in recipes if (run := run_of(Path(one)))]
+        names = [Path(one).stem if Path(one).is_file() else one.replace("@", "-") for one in recipes]
+        out = outs[-1] if outs else f"runs/{[*names, 'fit'][0]}"
     folder = Path(out)
     above = next(one for one in [folder, *folder.parents] if one.exists())
     if not above.is_dir():

@@ -119,9 +119,15 @@ def side_by_side(
     if workers <= 1:
         yield from ((job, function(job)) for job in jobs)
         return
+
+    def end_workers() -> str:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        return "ending the workers; each run goes on from its last round."
+
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     try:
-        with stop.after(_end_workers):
+        with stop.after(end_workers):
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is this process's alone
             try:
                 futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
@@ -139,12 +145,6 @@ def side_by_side(
         ) from error
     finally:  # not `with`: its exit would let what is still queued run to its end after an error
         pool.shutdown(cancel_futures=True)
-
-
-def _end_workers() -> str:
-    for process in multiprocessing.active_children():
-        process.terminate()
-    return "ending the workers; each run goes on from its last round."
 
 
 def _begin_worker() -> None:

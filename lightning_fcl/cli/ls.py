@@ -6,9 +6,11 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from fnmatch import fnmatch
+from importlib import import_module
 
 from lightning_fcl.door import summaries
 from lightning_fcl.errors import did_you_mean, one_of
+from lightning_fcl.running.rows import named_recipes
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -39,32 +41,20 @@ def run(options: Namespace) -> None:
     print(f"\n{_HOW[options.kind]}")
 
 
-def _recipes() -> dict[str, str]:
-    from lightning_fcl.running.rows import named_recipes
-
-    return {name: f"{recipe.title}: {recipe.about}" for name, recipe in named_recipes().items()}
-
-
-def _datasets() -> dict[str, str]:
-    from lightning_fcl.data import datasets
-
-    return {one.name: f"{one.content} ({one.size}; {one.licence})" for one in datasets.describe()}
-
-
-def _zoo() -> dict[str, str]:
-    from lightning_fcl.zoo.registry import list_published
-
-    return {name: published.entry.about for name, published in list_published().items()}
-
-
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
-    "recipes": _recipes,
+    "recipes": lambda: {name: f"{recipe.title}: {recipe.about}" for name, recipe in named_recipes().items()},
     "methods": lambda: summaries("lightning_fcl.methods", "Method"),
     "models": lambda: summaries("lightning_fcl.models"),
-    "datasets": _datasets,
+    "datasets": lambda: {
+        one.name: f"{one.content} ({one.size}; {one.licence})"
+        for one in import_module("lightning_fcl.data.datasets").describe()
+    },
     "scenarios": lambda: summaries("lightning_fcl.data.scenarios", "Scenario"),
     "partitions": lambda: summaries("lightning_fcl.data.partition", "Partition"),
-    "zoo": _zoo,
+    "zoo": lambda: {
+        name: published.entry.about
+        for name, published in import_module("lightning_fcl.zoo.registry").list_published().items()
+    },
 }
 _SAY = "In a recipe: {}: {{class_path: {}NAME, init_args: {{...}}}}. Arguments: lightning-fcl fit --help=NAME."
 _HOW = {

@@ -21,8 +21,9 @@ import pandas as pd
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.errors import at_least, did_you_mean
+from lightning_fcl.errors import at_least, did_you_mean, one_of
 from lightning_fcl.hub.documents import parse, read_yaml
+from lightning_fcl.hub.reading import reading
 from lightning_fcl.running.rows import config_words, paper_rows
 
 
@@ -61,9 +62,7 @@ class Search:
             raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
         if not self.space:
             raise ValueError("Expected `space` to have a line for each setting but got none.")
-        if self.case not in (self.cases or (None,)):
-            known = ", ".join(self.cases) or "none, as the search file has no `cases`,"
-            raise ValueError(f"Expected `case` to be one of {known} but got {self.case}. Choose with --case.")
+        one_of(self.cases or (None,), case=self.case)
         if twice := sorted({*self.fixed} & {*self.space}):
             raise ValueError(f"Expected settings in `space` or in `cases` but got {twice[0]} in both.")
         _ = self.distributions  # refuses a line that is not understood
@@ -98,7 +97,8 @@ class Search:
 
     def with_trials_of(self, file: Path) -> Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
-        try:
+        expected = f"to be the trials.csv of a search for {self.objective} over the same space"
+        with reading(file, expected, "Name another by --among."):
             trials = pd.read_csv(file, dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
                 raise ValueError(f"it has no column {missing[0]}")
@@ -107,11 +107,6 @@ class Search:
             points = tuple(
                 {key: _value(trials[key][row], what) for key, what in self.distributions.items()} for row in order
             )
-        except OSError as error:
-            raise ValueError(f"Expected `among` to be a trials.csv but got {file}: {error.strerror}.") from error
-        except ValueError as error:
-            expected = f"Expected `among` to be the trials.csv of a search for {self.objective} over the same space"
-            raise ValueError(f"{expected} but got {file}: {error}.") from error
         if not points:
             raise ValueError(f"Expected trials that have succeeded in {file} but there are none.")
         return replace(self, sampler="grid", points=points)
@@ -128,7 +123,18 @@ class Search:
         """Every point of the space, the last setting varying fastest, or the points of another search."""
         if self.points:
             return iter(self.points)
-        points = [_grid_points(key, what) for key, what in self.distributions.items()]
+        points: list[Sequence[Any]] = []
+        for key, what in self.distributions.items():
+            if isinstance(what, CategoricalDistribution):
+                points.append(what.choices)
+                continue
+            assert isinstance(what, IntDistribution | FloatDistribution)
+            if what.step is None:
+                raise ValueError(
+                    f"Expected choices or a `step` for `{key}`: the grid sampler cannot go through {what}."
+                )
+            number = round((what.high - what.low) / what.step) + 1
+            points.append([round(what.low + index * what.step, 12) for index in range(number)])
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,17 +182,6 @@ def _value(text: str, what: BaseDistribution) -> Any:
     if not what.low <= value <= what.high:
         raise ValueError(f"{text} is not from {what.low} to {what.high}")
     return value
-
-
-def _grid_points(key: str, what: BaseDistribution) -> Sequence[Any]:
-    """All values of a distribution, if they can be counted."""
-    if isinstance(what, CategoricalDistribution):
-        return what.choices
-    assert isinstance(what, IntDistribution | FloatDistribution)
-    if what.step is None:
-        raise ValueError(f"Expected choices or a `step` for `{key}`: the grid sampler cannot go through {what}.")
-    number = round((what.high - what.low) / what.step) + 1
-    return [round(what.low + index * what.step, 12) for index in range(number)]
 
 
 def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.hub.reading import reading
 from lightning_fcl.running.rows import config_words, slug
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
@@ -129,14 +130,9 @@ def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.St
         content = journal.read_bytes()
         if not content.endswith(b"\n"):
             write_whole(journal, content[: content.rfind(b"\n") + 1])
-    try:
+    with reading(journal, "to be as it was written", "Begin anew with --restart, or choose another --out."):
         storage = JournalStorage(JournalFileBackend(str(journal)))
         study = optuna.create_study(storage=storage, study_name="tune", direction=search.direction, load_if_exists=True)
-    except Exception as error:  # whatever a damaged line makes of what replays it
-        raise ValueError(
-            f"Expected {journal} to be as it was written but it is damaged: {type(error).__name__} {error}. Begin anew "
-            "with --restart, or choose another --out."
-        ) from error
     mark = search.fingerprint(seed)
     if study.user_attrs.get("fingerprint", mark) != mark:
         if _trials(study, *STATES):

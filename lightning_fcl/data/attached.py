@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.data_module import TRANSFER_HOOKS
+from lightning_fcl.data.data_module import TRANSFER_HOOKS, overridden_hook, refuse_hooks
 from lightning_fcl.data.stream import FederatedStream
 
 
@@ -44,18 +44,9 @@ def transfer_batch(trainer: L.Trainer, batch: Batch) -> Batch:
 
 def transfer_hook(module: L.LightningModule, stream: FederatedStream) -> str | None:
     """Who overrides a hook that batches go through on their way to a module, in words; None: nobody."""
-    for owner in (stream.data, stream, module):
-        if isinstance(owner, L.LightningDataModule | L.LightningModule):
-            for hook in TRANSFER_HOOKS:
-                if is_overridden(hook, owner):
-                    return f"`{type(owner).__name__}` overrides `{hook}`"
-    return None
+    return overridden_hook(stream.data, stream, module)
 
 
 def refuse_transfer_hook(module: L.LightningModule, stream: FederatedStream, who: str) -> None:
     """Refuse hooks that batches go through, for one who shows a module samples that have not gone through them."""
-    if hook := transfer_hook(module, stream):
-        raise ValueError(
-            f"Expected samples that reach the module as they are for `{who}`, which shows it some beside the batches, "
-            f"but {hook}. Do in the data set's own transform what it does."
-        )
+    refuse_hooks(f"`{who}`, which shows it some beside the batches,", stream.data, stream, module)

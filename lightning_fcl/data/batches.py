@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_fcl.randomness import start_randomness
@@ -85,39 +86,28 @@ class _Requested(Dataset[Any]):
         return request.read(self.take)
 
 
-def read(
-    take: Take,
-    requests: Iterable[Request],
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    worker_init_fn: Callable[[int], None] | None = None,
-) -> Iterator[Any]:
-    if not num_workers:
-        return (request.read(take) for request in requests)
-    # The loader's own generator: it would draw from the global one.
-    generator = torch.Generator().manual_seed(0)
+def read(take: Take, requests: Iterable[Request], loading: Loading) -> Iterator[Any]:
+    """What requests ask for, read here or by workers; those that a system spawns run the main script first."""
+    if not loading.num_workers:
+        yield from (request.read(take) for request in requests)
+        return
     loader = DataLoader(
         _Requested(take),
         batch_size=None,
         sampler=requests,
-        num_workers=num_workers,
+        num_workers=loading.num_workers,
         collate_fn=_as_it_is,
-        pin_memory=pin_memory,
-        worker_init_fn=worker_init_fn,
-        generator=generator,
+        pin_memory=loading.pin_memory,
+        worker_init_fn=loading.worker_init_fn,
+        generator=torch.Generator().manual_seed(0),  # it would draw from the global one
     )
-    return _from_workers(loader)
-
-
-def _from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What workers read; those that a system spawns run the main script first, and end with one that has no guard."""
     try:
         yield from loader
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error) or get_start_method() == "fork":
             raise
         raise RuntimeError(
-            f"Expected the {loader.num_workers} processes of `num_workers` to read but one has ended: this system "
+            f"Expected the {loading.num_workers} processes of `num_workers` to read but one has ended: this system "
             'spawns them with the main script. Put what trains below `if __name__ == "__main__":`, or set '
             "`num_workers=0`."
         ) from error
@@ -161,26 +151,15 @@ def alike(each: Sequence[Any]) -> list[Alike]:
     """The batches of several clients, those of one shape together: nests of tensors, and of nothing else."""
     rows: dict[Hashable, list[int]] = {}
     for row, batch in enumerate(each):
-        rows.setdefault(_shape(batch), []).append(row)
+        leaves, nest = tree_flatten(batch)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                kind = type(leaf).__name__
+                raise ValueError(f"its batches hold a `{kind}` where clients side by side have tensors alone")
+        rows.setdefault((nest, *((leaf.shape, leaf.dtype) for leaf in leaves)), []).append(row)
     return [Alike(torch.tensor(own), stacked([each[row] for row in own])) for own in rows.values()]
 
 
 def stacked(parts: Sequence[Any]) -> Any:
     """Batches of one shape as one, in the nest that the first of them has."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.stack(list(parts))
-    if isinstance(first, dict):
-        return {name: stacked([part[name] for part in parts]) for name in first}
-    columns = [stacked(column) for column in zip(*parts, strict=True)]
-    return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-
-
-def _shape(batch: Any) -> Hashable:
-    if isinstance(batch, Tensor):
-        return batch.shape, batch.dtype
-    if type(batch) is dict:
-        return tuple((name, _shape(value)) for name, value in sorted(batch.items()))
-    if type(batch) in (list, tuple) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
-        return type(batch), tuple(map(_shape, batch))
-    raise ValueError(f"its batches hold a `{type(batch).__name__}` where clients side by side have tensors alone")
+    return tree_map(lambda *leaves: torch.stack(leaves), *parts)

@@ -78,6 +78,22 @@ def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
     return batch if idle else hook(batch, *arguments)
 
 
+def overridden_hook(*owners: object) -> str | None:
+    """Who overrides a hook that batches go through, in words; None: nobody."""
+    own = [owner for owner in owners if isinstance(owner, L.LightningDataModule | L.LightningModule)]
+    found = ((owner, hook) for owner, hook in product(own, TRANSFER_HOOKS) if is_overridden(hook, owner))
+    return next((f"`{type(owner).__name__}` overrides `{hook}`" for owner, hook in found), None)
+
+
+def refuse_hooks(who: str, *owners: object) -> None:
+    """Refuse hooks that batches go through, for one who takes samples that have not gone through them."""
+    if hook := overridden_hook(*owners):
+        raise ValueError(
+            f"Expected samples that reach the module as they are for {who} but {hook}. Do in the data set's own "
+            "transform what it does."
+        )
+
+
 def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
     """Call a hook that draws from a seed: what it splits is the same in all hooks, processes, and continued fits."""
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]

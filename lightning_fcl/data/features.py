@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from tqdm import tqdm
 
-from lightning_fcl.data.batches import Request, read
+from lightning_fcl.data.batches import Loading, Request, read
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.evaluation.files import cache_folder, locked, replacing, writing
@@ -32,19 +33,27 @@ def embedded(
     They are kept under a key of the images, in their order, and of the backbone, by its layers and weights: each split,
     process and run of the same images maps the same file, whose checksum and first features are compared before.
     """
-    network = _backbone(backbone).to(device)
-    key, first = _told(network), None
-    for batch in images_of(samples, num_workers):
-        first = batch if first is None else first
-        key.update(f"{batch.dtype} {tuple(batch.shape)}".encode())
-        key.update(_bytes(batch))
-    assert first is not None  # there are samples
+    network, folder = _backbone(backbone).to(device), cache_folder() / "features"
+    own, key, first = _told(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
+
+    def told() -> Iterator[Tensor]:
+        for batch in images_of(samples, num_workers):
+            first[:] = first or [batch]
+            key.update(f"{batch.dtype} {tuple(batch.shape)}".encode())
+            key.update(_bytes(batch))
+            yield batch
+
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
-        begin = _features(network, first, device)
+        with locked(folder / f".{own}.lock"):
+            if not any(folder.glob(f"{own}-*")):  # none yet: the images are read once, for the key and for these
+                _write(folder / own, len(samples), (_features(network, x, device) for x in told()))
+                (folder / own).rename(folder / f"{own}-{key.hexdigest()[:32]}")
+        if not first:
+            deque(told(), maxlen=0)
+        path, begin = folder / f"{own}-{key.hexdigest()[:32]}", _features(network, first[0], device)
         shape = (len(samples), begin.shape[1])
-        path = cache_folder() / "features" / f"{key.hexdigest()[:32]}-{shape[1]}"
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.lock")):
             if not _is_whole(path, shape, begin):
                 _write(path, len(samples), (_features(network, x, device) for x in images_of(samples, num_workers)))
@@ -79,7 +88,7 @@ def images_of(samples: Samples, num_workers: int = 0, rows: IntArray | None = No
     rows = np.arange(len(samples)) if rows is None else rows
     parts = np.split(rows, range(_BATCH, len(rows), _BATCH))
     requests = (Request(part, 0, ("features", number)) for number, part in enumerate(parts))
-    for batch in read(samples.stored, requests, num_workers if samples.draws else 0):
+    for batch in read(samples.stored, requests, Loading(_BATCH, num_workers=num_workers if samples.draws else 0)):
         if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
             raise ValueError(
                 "Expected data of images and their classes for `features` but got items of other kinds. Let the data "
@@ -91,6 +100,16 @@ def images_of(samples: Samples, num_workers: int = 0, rows: IntArray | None = No
 def pixels_of(x: Tensor) -> Tensor:
     """What a backbone takes: bytes scaled to [0, 1], not normalised, or samples as they are."""
     return x / 255 if x.dtype == torch.uint8 else x
+
+
+def as_pixels(samples: Samples) -> Samples:
+    """Images as a backbone takes them: stored bytes become numbers from 0 to 1, and are not normalised."""
+    if not isinstance(samples.x, Tensor) or samples.x.dtype != torch.uint8:
+        return samples
+    measured, channels = samples.measurement, samples.x.shape[1]
+    if measured is not None:
+        measured = replace(measured, mean=(0.0,) * channels, std=(255.0,) * channels)
+    return replace(samples, scale=(torch.tensor(0.0), torch.tensor(255.0)), measurement=measured)
 
 
 def clear_features() -> tuple[int, int]:

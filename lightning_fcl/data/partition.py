@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.scenarios import IntArray, views
-from lightning_fcl.errors import argument, between, check_fields
+from lightning_fcl.errors import argument, between, check_fields, share
 
 _ATTEMPTS = 1000
 
@@ -81,7 +81,7 @@ class IID(Partition):
         check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        _check_number(self.clients, len(y))
+        between(1, len(y), clients=self.clients)
         return _named([np.array_split(rng.permutation(len(y)), self.clients)])
 
 
@@ -115,7 +115,7 @@ class Dirichlet(Partition):
         check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        _check_number(self.clients, len(y))
+        between(1, len(y), clients=self.clients)
         for _ in range(_ATTEMPTS if self.min_size <= len(y) // self.clients else 0):
             pieces = []
             for label in np.unique(y):
@@ -160,13 +160,8 @@ class Shards(Partition):
         check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        _check_number(self.clients, len(y))
-        most = len(y) // self.clients
-        if not 1 <= self.shards_per_client <= most:
-            raise ValueError(
-                f"Expected `shards_per_client` to be between 1 and {most}, what {len(y)} samples allow "
-                f"{self.clients} clients, but got {self.shards_per_client}. Take fewer shards or fewer clients."
-            )
+        between(1, len(y), clients=self.clients)
+        between(1, len(y) // self.clients, shards_per_client=self.shards_per_client)
         pieces = np.array_split(np.argsort(y, kind="stable"), self.clients * self.shards_per_client)
         dealt = rng.permutation(len(pieces)).reshape(self.clients, self.shards_per_client)
         return _named([[pieces[shard] for shard in hand] for hand in dealt.T])
@@ -202,27 +197,34 @@ class ClassSubsets(Partition):
     def __post_init__(self) -> None:
         check_fields(self)
         low, high = _range(self.fraction)
-        if not 0 < low <= high <= 1:
-            raise ValueError(
-                f"Expected `fraction` to be above 0 and at most 1 but got {self.fraction}. A range is (lowest, "
-                "highest)."
-            )
+        share(fraction=low)
+        between(low, 1, fraction=high)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        _check_number(self.clients, len(y))
+        between(1, len(y), clients=self.clients)
         classes = np.unique(y)
         fewest, most = _range(self.classes_per_client)
-        if not 1 <= fewest <= most <= len(classes):
-            raise ValueError(
-                f"Expected `classes_per_client` to be between 1 and {len(classes)}, the classes that `y` has, "
-                f"but got {self.classes_per_client}. A range is (lowest, highest)."
-            )
+        between(1, len(classes), classes_per_client=fewest)
+        between(fewest, len(classes), classes_per_client=most)
         asked = np.zeros((self.clients, len(classes)))
         for client in range(self.clients):
             own = rng.choice(len(classes), size=rng.integers(fewest, most, endpoint=True), replace=False)
             asked[client, own] = rng.uniform(*_range(self.fraction))
         _deal_left_out(asked, rng)
-        return _named([_divide(y, label, asked[:, column], rng) for column, label in enumerate(classes)])
+        pieces = []
+        for label, shares in zip(classes, asked.T, strict=True):
+            members = rng.permutation(np.flatnonzero(y == label))
+            *parts, _ = _cut(members, np.cumsum(shares) / max(1.0, shares.sum()))
+            for client, part in enumerate(parts):
+                if shares[client] > 0 and len(part) == 0:
+                    raise ValueError(
+                        f"Expected at least one sample of class {label} for client '{client}' but "
+                        f"{np.count_nonzero(shares)} clients hold the class, which has {len(members)} samples, and the "
+                        f"`fraction` of this one is {shares[client]:.3g}. Raise `fraction`, or lower `clients` or "
+                        "`classes_per_client`."
+                    )
+            pieces.append(parts)
+        return _named(pieces)
 
 
 def _deal_left_out(asked: NDArray[np.float64], rng: np.random.Generator) -> None:
@@ -242,20 +244,6 @@ def _range(given: float | Sequence[float]) -> tuple[Any, Any]:
     return low, high
 
 
-def _divide(y: IntArray, label: np.int64, asked: NDArray[np.float64], rng: np.random.Generator) -> list[IntArray]:
-    """A class's samples for each client, in the shares that they ask for."""
-    members = rng.permutation(np.flatnonzero(y == label))
-    *parts, _ = _cut(members, np.cumsum(asked) / max(1.0, asked.sum()))
-    for client, part in enumerate(parts):
-        if asked[client] > 0 and len(part) == 0:
-            raise ValueError(
-                f"Expected at least one sample of class {label} for client '{client}' but {np.count_nonzero(asked)} "
-                f"clients hold the class, which has {len(members)} samples, and the `fraction` of this one is "
-                f"{asked[client]:.3g}. Raise `fraction`, or lower `clients` or `classes_per_client`."
-            )
-    return parts
-
-
 def _cut(members: IntArray, ends: NDArray[np.float64]) -> list[IntArray]:
     """Samples cut at running sums of shares, and the rest of them."""
     # Rounding the running sum, not each share, keeps the total within the class and uses it up when all of it is
@@ -267,11 +255,3 @@ def _named(pieces: Sequence[Sequence[IntArray]]) -> dict[str, IntArray]:
     """Clients by number; each has its part of every piece."""
     parts = (np.sort(np.concatenate(own)).astype(np.int64) for own in zip(*pieces, strict=True))
     return {str(client): part for client, part in enumerate(parts)}
-
-
-def _check_number(clients: int, samples: int) -> None:
-    if not 1 <= clients <= samples:
-        raise ValueError(
-            f"Expected `clients` to be between 1 and {samples}, the number of samples, but got {clients}. Take fewer "
-            "clients."
-        )

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.data_module import TRANSFER_HOOKS, call_seeded, lend_hooks, modules_of
+from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
 from lightning_fcl.data.experiences import Benchmark, experiences_of, refuse_dealt, scenario_of
-from lightning_fcl.data.features import embedded
+from lightning_fcl.data.features import as_pixels, embedded
 from lightning_fcl.data.own import Data, names_clients, of_anything, samples_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Samples, name_of, normalised, rows_of
@@ -218,6 +218,14 @@ class FederatedStream(L.LightningDataModule):
         if isinstance(self.data, L.LightningDataModule) and stage == "predict":
             call_seeded(self.seed, self.data.setup, stage)
 
+    def setup_images(self) -> nn.Module | str | None:
+        """As `setup`, to test on images in place of features, as the backbone takes them, which comes back."""
+        backbone, self.features = self.features, None
+        self.setup("test")
+        if backbone is not None:
+            self.samples = as_pixels(self.samples)
+        return backbone
+
     def teardown(self, stage: str) -> None:
         """Let data modules close what they have open; what comes next sets them up anew."""
         for module in self._modules:
@@ -237,11 +245,7 @@ class FederatedStream(L.LightningDataModule):
             samples = samples.in_single_precision()
         self.samples = replace(samples, loaders=loaders, collate_fn=self.collate_fn or samples.collate_fn)
         if self.features is not None:
-            if hooks := [hook for hook in TRANSFER_HOOKS if is_overridden(hook, self)]:
-                raise ValueError(
-                    f"Expected no `{hooks[0]}` of {name_of(self.data)} with `features`, of which batches are made. "
-                    "Do in its data set's own transform what it does to images."
-                )
+            refuse_hooks("`features`", self.data, self)
             device = None if self.trainer is None else self.trainer.strategy.root_device
             self.samples = embedded(self.samples, self.features, self.num_workers, device)
         self.y = samples.targets if samples.classes else EMPTY
@@ -259,8 +263,7 @@ class FederatedStream(L.LightningDataModule):
 
     def read(self, requests: Iterable[Request], part: str = "train") -> Iterator[Any]:
         """The batches of a part that requests ask for, read by `num_workers` processes, which are given no Trainer."""
-        take, own = partial(self.samples.take, part=part), self.loading(part)
-        return read(take, requests, own.num_workers, own.pin_memory, own.worker_init_fn)
+        return read(partial(self.samples.take, part=part), requests, self.loading(part))
 
     def client_round(self, client: str, round: int) -> ClientRound:
         """What is known of a client's part in a round."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, listed
 
 # What data sets of dicts call the targets.
 _TARGETS = ("labels", "label", "targets", "target", "y")
@@ -41,7 +41,7 @@ def number_targets(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any],
         if numeric and classes is not None:
             return given.astype(np.int64), tuple(classes)
         names = np.unique(given.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
-        return _numbers_of(given.astype(names.dtype), names), tuple(map(str, names))
+        return numbers_of(given.astype(names.dtype), names, "every label of `y`"), tuple(map(str, names))
     if classes or not numeric:
         what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
         raise TypeError(
@@ -58,17 +58,17 @@ def as_array(values: Any) -> NDArray[Any]:
     return np.asarray(values)
 
 
-def _numbers_of(labels: NDArray[Any], names: NDArray[Any]) -> IntArray:
+def numbers_of(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], whose: str) -> IntArray:
     """The number of each label among the names of the classes."""
-    unknown = sorted(set(labels.tolist()) - set(names.tolist()))
-    if unknown:
-        known = ", ".join(map(str, names))
+    known = np.asarray(names)
+    if len(unknown := np.setdiff1d(labels, known)):
+        hint = did_you_mean(unknown[0], map(str, names))
         raise ValueError(
-            f"Expected every label of `y` among the `classes` {known} but got {', '.join(map(str, unknown))}."
-            f"{did_you_mean(unknown[0], map(str, names))} Name every class."
+            f"Expected {whose} among the classes {', '.join(map(str, names))} but got {listed(unknown)}.{hint} Leave "
+            "these samples out, or name every class."
         )
-    order = np.argsort(names)
-    return order[np.searchsorted(names, labels, sorter=order)].astype(np.int64)
+    order = np.argsort(known)
+    return order[np.searchsorted(known, labels, sorter=order)].astype(np.int64)
 
 
 class Numbered(Dataset[Any]):

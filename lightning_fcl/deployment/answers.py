@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unicodedata import normalize
+from unicodedata import is_normalized
 from urllib.parse import quote
 
 import torch
@@ -109,37 +109,21 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
 
 
 def file_name_of(head: Mapping[str, Any], what: str) -> str:
-    """A name of a head, which one file can have."""
+    """A name of a head, which one file can have, and which may be taken for no other."""
     name = head.get(what)
     if (
         not isinstance(name, str)
         or name in ("", ".", "..")
         or len(name) > _LONGEST
         or not name.isprintable()
+        or not is_normalized("NFKC", name)
         or len(quote(name, safe="")) > _LONGEST
     ):
         raise RefusedError(
-            f"Expected the name of a {what}, not `..`, of letters that are printed and at most {_LONGEST} as a file's "
-            f"name has them, but got {str(name)[:40]!r}. Name it otherwise."
+            f"Expected the name of a {what}, not `..`, of letters that are printed, in Unicode's form NFKC, at most "
+            f"{_LONGEST} as a file's name has them, but got {str(name)[:40]!r}. Name it otherwise."
         )
     return name
-
-
-def normal(name: str) -> str:
-    """A name as it may be taken for another: two that are equal so are one."""
-    return normalize("NFKC", name)
-
-
-def by_normal(names: Iterable[str]) -> dict[str, str]:
-    """Clients' names, each by what it may be taken for: no two for the same."""
-    first: dict[str, str] = {}
-    for name in names:
-        if (other := first.setdefault(normal(name), name)) != name:
-            raise ValueError(
-                f"Expected clients with names of their own but got {other!r} and {name!r}, which are one once Unicode "
-                "is normalised. Rename one."
-            )
-    return first
 
 
 def upload_of(
@@ -174,9 +158,7 @@ def upload_of(
         upload = restored(state, start)
         for name, value in upload.items():
             check_form(name, value, known[name], who)
-        mean = {name for name in known if reductions[name].name == "mean"}
-        check_sizes(upload, start, mean, limits.largest_update, who)
-        check_room(upload, {n: v for n, v in known.items() if reductions[n].name == "sum"}, limits.clients, who)
+        check_numbers(upload, start, known, reductions, limits, who)
         diverged = head.get("diverged") is True
         return Upload(samples, rehearsed, diverged, upload, sum(value.nbytes for value in state.values()))
 
@@ -199,37 +181,35 @@ def check_types(types: Mapping[str, object], known: Mapping[str, Tensor], sender
             )
 
 
-def check_sizes(state: State, start: State, mean: set[str], largest: float, sender: str) -> None:
-    """Refuse an update so large that sums overflow, or that the server would be nothing but it.
+def check_numbers(
+    state: State, start: State, known: State, reductions: Mapping[str, Reduction], limits: Limits, sender: str
+) -> None:
+    """Refuse numbers with which sums would leave their types, or so large an update that the server would be but it.
 
     Numbers that are not finite are left out: those of the server's are no fault of a client's.
     """
     changes = {name: change_of(start[name], value) for name, value in state.items()}
-    for name, squares in changes.items():
-        most = _FURTHEST.get(state[name].dtype, _SQUARES)
-        if not squares <= most:
+    for name, value in state.items():
+        most, kind = _FURTHEST.get(value.dtype, _SQUARES), value.dtype
+        if not changes[name] <= most:
             raise RefusedError(
                 f"Expected `{name}` of {sender} to be at most {math.sqrt(most):.2g} from the server's but it is "
-                f"{math.sqrt(squares):.2g}, with which sums overflow. Lower its learning rate."
+                f"{math.sqrt(changes[name]):.2g}, with which sums overflow. Lower its learning rate."
             )
-    averaged = {n: squares for n, squares in changes.items() if n in mean and state[n].is_floating_point()}
-    times = times_moved(averaged, start)
-    if not times <= largest:
+        narrow = kind.itemsize <= 2 and kind not in (torch.bool, torch.bfloat16) and not kind.is_complex
+        if narrow and reductions[name].name == "sum":
+            info = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
+            room = (info.max - known[name].detach().cpu().double().abs()) / limits.clients
+            if bool((value.double().abs() > room).any()):
+                raise RefusedError(
+                    f"Expected `{name}` of {sender} to leave room for the sum of {limits.clients} clients in {kind} "
+                    "but it does not. Keep it in a wider type."
+                )
+    means = {n: squares for n, squares in changes.items() if reductions[n].name == "mean"}
+    times = times_moved({n: s for n, s in means.items() if state[n].is_floating_point()}, start)
+    if not times <= limits.largest_update:
         raise RefusedError(
-            f"Expected an update of {sender} of at most {largest:g} times the larger of the server's norm and 1 but it "
-            f"is of {times:.3g} times. Lower its learning rate, or raise `largest-update` of the run's configuration."
+            f"Expected an update of {sender} of at most {limits.largest_update:g} times the larger of the server's "
+            f"norm and 1 but it is of {times:.3g} times. Lower its learning rate, or raise `largest-update` of the "
+            "run's configuration."
         )
-
-
-def check_room(state: State, sums: State, clients: int, sender: str) -> None:
-    """Refuse whole or half precision numbers with which a sum of so many clients' might leave the range of its type."""
-    for name, total in sums.items():
-        if total.dtype in (torch.bool, torch.bfloat16) or total.is_complex() or total.dtype.itemsize > 2:
-            continue
-        info = torch.finfo(total.dtype) if total.is_floating_point() else torch.iinfo(total.dtype)
-        room = (info.max - total.detach().cpu().double().abs()) / clients
-        if bool((state[name].double().abs() > room).any()):
-            raise RefusedError(
-                f"Expected `{name}` of {sender} to leave room for the sum of {clients} clients in {total.dtype} but it "
-                "does not. Keep it in a wider type."
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,63 +13,20 @@ from lightning_fcl.deployment.recipe import build, fingerprint
 from lightning_fcl.deployment.server import Terms, check_deployable
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.running.rows import slug
 
-_CLIENT = '''"""What a node runs: the recipe beside this file, on the data that its node config names."""
-
-from pathlib import Path
-
-from lightning_fcl.deployment.flower import client_app
-
-app = client_app(Path(__file__).parent)
-'''
-
-_SERVER = '''"""What the server runs: the recipe beside this file, whose rounds come from nodes."""
+_SIDES = {
+    "client": "What a node runs: the recipe beside this file, on the data that its node config names.",
+    "server": "What the server runs: the recipe beside this file, whose rounds come from nodes.",
+}
+_APP = '''"""{what}"""
 
 from pathlib import Path
 
-from lightning_fcl.deployment.flower import server_app
+from lightning_fcl.deployment.flower import {side}_app
 
-app = server_app(Path(__file__).parent)
+app = {side}_app(Path(__file__).parent)
 '''
-
-_PROJECT = """# A Flower app of lightning-fcl, for `flwr run`. The recipe, {fingerprint}, is beside this file.
-
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "{name}"
-version = "1.0.0"
-description = "A federation of lightning-fcl"
-license = "Apache-2.0"
-dependencies = ["lightning-fcl[flower]=={version}"]
-
-[tool.hatch.build.targets.wheel]
-packages = ["."]
-
-[tool.flwr.app]
-publisher = "{publisher}"
-
-[tool.flwr.app.components]
-serverapp = "server_app:app"
-clientapp = "client_app:app"
-
-# Each can be set for a run: flwr run . --run-config 'clients-at-least=3'.
-[tool.flwr.app.config]
-out = "runs/{name}"  # folder of results and checkpoints, at the server; from the newest checkpoint there it goes on
-data = ""  # what the server tests on, an .npz file; "": the recipe's own data, without those of clients
-clients = ""  # their names, "a,b,c", if `data` is set, and in Flower's simulation
-data-folder = ""  # Flower's simulation: where the clients' files are, by their names
-memories = ""  # Flower's simulation: where clients keep what they remember; "": in the user's cache
-clients-at-least = {terms.clients_at_least}  # a round needs the answers of so many clients
-round-seconds = {terms.round_seconds}  # after these it does not wait for the others
-join-seconds = {terms.join_seconds}  # so long the server waits for so many
-message-bytes = {terms.message_bytes}  # a message may be so large
-most-samples = {terms.most_samples}  # a client counts as at most so many a round; 0: as many as it said at first
-largest-update = {terms.largest_update}  # it may move the model by so many times the larger of its norm and 1
-registered-keys = false  # whether the SuperLink lets registered keys in alone: each keeps its client's name
-"""
 
 
 def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str = "lightning-fcl") -> list[Path]:
@@ -78,18 +34,14 @@ def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str
     methods = [callback for callback in parts.callbacks if isinstance(callback, Declaration)]
     check_deployable(parts.strategy.federation.participation, methods)
     folder.mkdir(parents=True, exist_ok=True)
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "app"
-    project = _PROJECT.format(
-        name=slug,
+    project = Path(__file__).with_name("app.toml").read_text(encoding="utf-8")
+    project = project.format(
+        name=slug(name) or "app",
         publisher=publisher,
         fingerprint=fingerprint(recipe),
         version=__version__,
         terms=Terms(),
     )
-    texts = {
-        "recipe.yaml": yaml.safe_dump(dict(recipe), sort_keys=False),
-        "client_app.py": _CLIENT,
-        "server_app.py": _SERVER,
-        "pyproject.toml": project,
-    }
-    return [write_whole(folder / file, text) for file, text in texts.items()]
+    texts = {"recipe.yaml": yaml.safe_dump(dict(recipe), sort_keys=False)}
+    texts |= {f"{side}_app.py": _APP.format(side=side, what=what) for side, what in _SIDES.items()}
+    return [write_whole(folder / file, text) for file, text in {**texts, "pyproject.toml": project}.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from hashlib import sha256
 from itertools import islice
@@ -17,7 +17,7 @@ from lightning_fcl.deployment.messages import Parcel, Sealed, reason_of
 from lightning_fcl.errors import require
 
 if TYPE_CHECKING:
-    from flwr.app import Message, RecordDict
+    from flwr.app import RecordDict
     from flwr.serverapp import Grid
 
 FOR = "runs federations on real machines", "flower"
@@ -53,7 +53,7 @@ class GridLink:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._until: dict[str, float] = {}  # how long each message is good for
-        self._pulls: dict[str, Future[Iterable[Message]]] = {}  # the looks for answers that have not ended yet
+        self._pulls: dict[str, Future[list[Sealed]]] = {}  # the looks for answers that have not ended yet
 
     def nodes(self) -> Mapping[int, str]:
         """The nodes that are connected now, and the name of each one's key, which it has also when it comes back."""
@@ -90,33 +90,24 @@ class GridLink:
         """
         for message in [*messages]:
             if message not in self._pulls:
-                self._pulls[message] = self._pull(message)
-                wait([self._pulls[message]], _PATIENCE)
+                found: Future[list[Sealed]] = Future()
+                self._pulls[message] = found
+                # Nobody waits for it at the end, as one would for a pool's.
+                threading.Thread(target=self._look, args=(message, found), daemon=True).start()
+                wait([found], _PATIENCE)
             if self._pulls[message].done():
-                yield from ((message, answer) for answer in _answers_of(self._pulls.pop(message)))
+                yield from ((message, answer) for answer in self._pulls.pop(message).result())
 
-    def _pull(self, message: str) -> Future[Iterable[Message]]:
-        future: Future[Iterable[Message]] = Future()
-
-        def look() -> None:
-            try:
-                future.set_result(self._grid.pull_messages([message]))
-            except BaseException as error:  # whoever asks for the result gets it
-                future.set_exception(error)
-
-        threading.Thread(target=look, daemon=True).start()  # for which nobody waits at the end
-        return future
-
-
-def _answers_of(pull: Future[Iterable[Message]]) -> list[Sealed]:
-    """The answer that a look has found, if there is one; what Flower cannot make a message of is none."""
-    try:
-        return [
-            Sealed(failed=reason_of(f"Expected an answer but Flower says: {message.error.reason}"))
-            if message.has_error()
-            else sealed_of(message.content)
-            for message in islice(pull.result(), 1)
-        ]
-    except Exception as error:  # whatever a node has sent ends no other's round
-        said = f"Expected an answer that can be read but got {type(error).__name__}: {error}"
-        return [Sealed(failed=reason_of(said))]
+    def _look(self, message: str, found: Future[list[Sealed]]) -> None:
+        """Find the answer, if there is one; what Flower cannot make a message of is none."""
+        try:
+            answers = [
+                Sealed(failed=reason_of(f"Expected an answer but Flower says: {answer.error.reason}"))
+                if answer.has_error()
+                else sealed_of(answer.content)
+                for answer in islice(self._grid.pull_messages([message]), 1)
+            ]
+        except BaseException as error:  # whatever a node has sent ends no other's round
+            said = f"Expected an answer that can be read but got {type(error).__name__}: {error}"
+            answers = [Sealed(failed=reason_of(said))]
+        found.set_result(answers)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_fcl.deployment.answers import greeting_of, normal
+from lightning_fcl.deployment.answers import greeting_of
 from lightning_fcl.deployment.messages import Parcel, Sealed
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class Members:
         self._claimed, self._registered = claimed, registered
         self._hello, self._held = Parcel({}), ""
         self._nodes: dict[int, Seen] = {}
-        self.names: dict[str, str] = {}  # the clients', each by what it may be taken for
         self.samples: dict[str, int] = {}  # how many each client says it has
 
     def begin_round(self, hello: Mapping[str, Any], held: str) -> None:
@@ -142,10 +141,7 @@ class Members:
     def _fault(self, node: int, one: Seen) -> str:
         """Why a node may not be the client that it says it is; "": it may."""
         client, has = one.client, self._let_in().get(one.client)
-        known, was = self.names.get(normal(client), client), self._claimed.get(one.key, client)
-        if client != known:
-            return f"Expected the name {known} but got {client}, which is the same once Unicode is normalised."
-        if client != was:
+        if client != (was := self._claimed.get(one.key, client)):
             return f"Expected node {node} to be client {was}, as its key has been, but it says {client}."
         if has is not None:
             return (
@@ -235,7 +231,11 @@ class Gathering:
                 break
             if now - asked >= AGAIN_SECONDS:
                 asked, nodes = now, self._members.meet()
-                self._give_up_gone(nodes)
+                # Of an answer that was under way to a node that is gone Flower says so minutes later.
+                for message, one in [*self._waiting.items()]:
+                    if nodes.get(one.client) != one.node:
+                        del self._waiting[message]
+                        self._lose(one.client, "its node has gone before it had answered")
                 if late or len(self.counted) + len(self._waiting) < needed:
                     self._send({client: nodes[client] for client in wanted if client in nodes})
             time.sleep(_LOOK)
@@ -268,13 +268,6 @@ class Gathering:
             elif client not in self.counted:
                 now = time.monotonic()
                 self._refused[client] = now + AGAIN_SECONDS + now - self._began
-
-    def _give_up_gone(self, nodes: Mapping[str, int]) -> None:
-        """Wait no longer for nodes that are gone: of an answer that was under way Flower says so minutes later."""
-        for message, one in [*self._waiting.items()]:
-            if nodes.get(one.client) != one.node:
-                del self._waiting[message]
-                self._lose(one.client, "its node has gone before it had answered")
 
     def _lose(self, client: str, why: str) -> None:
         self._lost[client] = why

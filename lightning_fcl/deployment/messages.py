@@ -214,16 +214,12 @@ def digest(state: Mapping[str, Tensor]) -> str:
 
 def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
     """Refuse a message of another version of the library, or of another recipe."""
-    if head.get("version") != __version__:
-        raise RefusedError(
-            f"Expected {sender} to run lightning-fcl {__version__} but it runs {head.get('version')}: what they "
-            "compute may differ. Install one version everywhere."
-        )
-    if head.get("recipe") != recipe:
-        raise RefusedError(
-            f"Expected {sender} to have the recipe {recipe} but it has {head.get('recipe')}. Deploy one recipe "
-            "everywhere."
-        )
+    for name, does, wanted, mend in (
+        ("version", "run lightning-fcl", __version__, "Install one version everywhere: others may compute otherwise."),
+        ("recipe", "have the recipe", recipe, "Deploy one recipe everywhere."),
+    ):
+        if head.get(name) != wanted:
+            raise RefusedError(f"Expected {sender} to {does} {wanted} but got {head.get(name)}. {mend}")
 
 
 def check_names(sent: Iterable[str], wanted: Iterable[str], entries: int, sender: str) -> None:

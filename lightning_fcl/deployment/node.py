@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import lightning.pytorch as L
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import BOUND, file_name_of, normal
+from lightning_fcl.deployment.answers import BOUND, file_name_of
 from lightning_fcl.deployment.messages import (
     MODEL,
     SERVER,
@@ -66,9 +65,10 @@ class Node:
             said, state = answers[parcel.head["kind"]](parcel)
             return Parcel({**head, **said}, state)
         except Exception as error:  # whatever fails here, the server has to know, and goes on with others
-            if not isinstance(error, RefusedError):
+            why = str(error)
+            if not why.startswith("Expected "):
                 log.exception("Client %s could not answer.", self.client)
-            why = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+                why = f"{type(error).__name__}: {why}"
             return Parcel({**head, "refused": reason_of(why)})
 
     def _hello(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
@@ -180,18 +180,7 @@ def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
 
 def own_folder(folder: Path, federation: str, client: str) -> Path:
     """Where a client keeps what it remembers of a federation: no folder that another name may be taken for."""
-    try:
-        own = inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
-    except ValueError as error:
-        raise RefusedError(str(error)) from error
-    for parent, name in ((own.parent.parent, federation), (own.parent, client)):
-        for other in map(unquote, os.listdir(parent) if parent.exists() else ()):
-            if other != name and normal(other) == normal(name):
-                raise RefusedError(
-                    f"Expected a name of its own beside {other!r} but got {name!r}, which is the same once Unicode is "
-                    "normalised. Rename one."
-                )
-    return own
+    return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
 
 
 def memories(folder: Path, client: str, round: int) -> Path:

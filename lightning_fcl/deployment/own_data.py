@@ -15,19 +15,18 @@ from urllib.parse import quote
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from numpy.typing import NDArray
-from torch.utils.data import TensorDataset
 
 from lightning_fcl import __version__
 from lightning_fcl.data.batches import joined
-from lightning_fcl.data.data_module import TRANSFER_HOOKS, lend_hooks
-from lightning_fcl.data.datasets.files import check_arrays, read_arrays
+from lightning_fcl.data.data_module import lend_hooks, refuse_hooks
+from lightning_fcl.data.datasets.files import ANY, check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
 from lightning_fcl.data.own import samples_of
 from lightning_fcl.data.samples import Samples, name_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.targets import numbers_of
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.outline import Outline, client_plan, server_plan
 from lightning_fcl.errors import require
@@ -35,8 +34,16 @@ from lightning_fcl.evaluation.files import replacing, write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.reading import LIMIT
 
-_KINDS = {"x": "iuf", "y": "biufU", "group": "iuU", "classes": "U", "mean": "f", "std": "f"}
-_KINDS |= {"rounds": "biu", "part": "U"}
+_WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {
+    "x": ("iuf", ("n", ANY)),
+    "y": ("biufU", ("n", ANY)),
+    "group": ("iuU", ("n",)),
+    "classes": ("U", ("classes",)),
+    "mean": ("f", (ANY,)),
+    "std": ("f", (ANY,)),
+    "rounds": ("biu", ("n", "rounds")),
+    "part": ("U", ("n",)),
+}
 _MEND = "Write it with `numpy.savez(path, x=..., y=...)`, or `lightning-fcl deploy split`."
 
 
@@ -76,7 +83,14 @@ def read_data(where: str | Path) -> OwnData:
                 raise FileNotFoundError(f"there is no file {path.resolve()}")
             return _read_file(path)
         if path.is_dir():
-            return OwnData(_read_images(path))
+            torchvision = require("torchvision", "reads folders of images")
+            found = torchvision.datasets.ImageFolder(
+                path,
+                transform=torchvision.transforms.functional.to_tensor,  # scaled to [0, 1]
+                loader=lambda file: read_image(Path(file), None, "RGB").copy(),  # a tensor may be written to
+            )
+            x, y = joined([[image[None], torch.tensor([label])] for image, label in found])
+            return OwnData(Samples(x, y.numpy(), tuple(found.classes)))
         if ":" in str(where):
             made = resolve_name(str(where))
             if isinstance(made, type) and issubclass(made, L.LightningDataModule):
@@ -105,17 +119,10 @@ def count_samples(where: str, note: Path) -> int:
 
 
 def _read_file(path: Path) -> OwnData:
-    read = read_arrays(path, _KINDS)
+    read = read_arrays(path, _WANTED)
     if "x" not in read or "y" not in read:
         raise ValueError(f"it holds {', '.join(read) or 'nothing'}, not `x` and `y`. {_MEND}")
-    shapes: dict[str, tuple[int | str, ...]] = {
-        "x": ("n", *read["x"].shape[1:]),
-        "y": ("n", *read["y"].shape[1:]),
-        "classes": ("classes",),
-        "rounds": ("n", "rounds"),
-    }
-    shapes |= {name: read[name].shape for name in ("mean", "std") if name in read}
-    check_arrays(path, read, {name: (_KINDS[name], shapes.get(name, ("n",))) for name in read}, _MEND)
+    check_arrays(path, read, {name: _WANTED[name] for name in read}, _MEND)
     x, y = torch.from_numpy(np.ascontiguousarray(read["x"])), read["y"]
     if not len(x):
         raise ValueError(f"it holds 0 samples. {_MEND}")
@@ -124,36 +131,13 @@ def _read_file(path: Path) -> OwnData:
     classes = tuple(map(str, read["classes"])) if "classes" in read else ()
     if y.dtype.kind == "U":
         classes = classes or tuple(np.unique(y).tolist())
-        y = numbers_of(y, classes, "its data")
+        y = numbers_of(y, classes, "the labels of its data")
     elif y.dtype.kind in "biu" and y.ndim == 1:
         raise ValueError("`y` holds numbers, which may be others elsewhere: write the names of classes, as text")
     scale = (torch.from_numpy(read["mean"]), torch.from_numpy(read["std"])) if {"mean", "std"} <= {*read} else None
     samples = Samples(x, y, classes, group=read.get("group"), scale=scale)
     rounds = read["rounds"].astype(bool) if "rounds" in read else None
     return OwnData(samples, rounds, read.get("part"))
-
-
-def _read_images(folder: Path) -> Samples:
-    """A folder of images for each class, scaled to [0, 1]."""
-    torchvision = require("torchvision", "reads folders of images")
-    found = torchvision.datasets.ImageFolder(
-        folder,
-        transform=torchvision.transforms.functional.to_tensor,
-        loader=lambda path: read_image(Path(path), None, "RGB").copy(),  # a tensor may be written to
-    )
-    x, y = joined([[image[None], torch.tensor([label])] for image, label in found])
-    return replace(samples_of(TensorDataset(x, y)), x=x, targets=y.numpy(), classes=tuple(found.classes))
-
-
-def numbers_of(names: NDArray[Any], classes: Sequence[str], whose: str) -> IntArray:
-    number = {name: i for i, name in enumerate(classes)}
-    unknown = sorted({str(name) for name in names.tolist()} - number.keys())
-    if unknown:
-        raise RefusedError(
-            f"Expected the labels of {whose} among {', '.join(classes)} but got {', '.join(unknown[:5])}. Leave these "
-            "samples out, or name the classes at the server."
-        )
-    return np.array([number[str(name)] for name in names.tolist()], dtype=np.int64)
 
 
 def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
@@ -166,10 +150,10 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
             "but got others."
         )
     if samples.classes:
-        targets = numbers_of(np.array(samples.classes)[samples.targets], outline.classes, whose)
+        targets = numbers_of(np.array(samples.classes)[samples.targets], outline.classes, f"the labels of {whose}")
     groups = targets if outline.of_classes else np.zeros(len(samples), dtype=np.int64)
     if not outline.of_classes and outline.groups and samples.group is not None:
-        groups = numbers_of(samples.group.astype(str), outline.groups, whose)
+        groups = numbers_of(samples.group.astype(str), outline.groups, f"the domains of {whose}")
     stream.plan = client_plan(outline, groups, data.rounds, stream.seed)
     data.lend_hooks(stream)
     stream.hold(replace(samples, targets=targets, classes=outline.classes))
@@ -190,11 +174,7 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
 
 def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
     """Write what each client of a stream would have, and what its server tests on, each to a file of its own."""
-    if hooks := [hook for hook in TRANSFER_HOOKS if is_overridden(hook, stream)]:
-        raise ValueError(
-            f"Expected no `{hooks[0]}` of {name_of(stream.data)} for nodes that have its samples as files alone. "
-            "Do in its data set's own transform what it does."
-        )
+    refuse_hooks("nodes that have them as files", stream.data, stream)
     stream.setup("fit")
     missing = [name for name in stream.left_open if name != "num_workers"]
     if stream.samples.loaders and missing:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as L
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.hub.documents import read_yaml, resolve_maker
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
@@ -100,12 +99,7 @@ def acts_on_nodes(callback: Callback) -> bool:
 def _made(spec: Any, hint: Any = None) -> Any:
     """What a part of a recipe stands for, and all that is in it."""
     if isinstance(spec, Mapping) and "class_path" in spec:
-        kind = resolve_name(spec["class_path"])
-        if not isinstance(kind, type) and "return" not in getattr(kind, "__annotations__", {}):
-            raise ValueError(
-                f"Expected `class_path` to name a class, or a function that says what it makes, but got "
-                f"{spec['class_path']}."
-            )
+        kind = resolve_maker(spec["class_path"])
         arguments = _arguments(kind, spec.get("init_args") or {})
         if isinstance(kind, type) and issubclass(kind, Optimizer | LRScheduler):
             return partial(kind, **arguments)  # whose parameters come later

@@ -49,9 +49,20 @@ class _Forks:
         """Fork for a client; anything else is a process as ever."""
         if os.path.basename(words[0]) != "flwr-clientapp":
             return subprocess.Popen(words, **options)
-        if (child := os.fork()) == 0:
-            _be_client(words)
-        return child
+        if child := os.fork():
+            return child
+        try:
+            follow_parent()
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            sys.argv = list(words)
+            require("flwr.supernode.cli.flwr_clientapp", *FOR).flwr_clientapp()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # nothing of the parent's is ended here, and nobody asks how it went
 
 
 def follow_parent(patience: float = 10.0) -> None:
@@ -65,18 +76,3 @@ def follow_parent(patience: float = 10.0) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _be_client(words: Sequence[str]) -> None:
-    try:
-        follow_parent()
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        sys.argv = list(words)
-        require("flwr.supernode.cli.flwr_clientapp", *FOR).flwr_clientapp()
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # nothing of the parent's is ended here, and nobody asks how it went

@@ -19,13 +19,13 @@ from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import MOST, Limits, by_normal, upload_of
+from lightning_fcl.deployment.answers import MOST, Limits, upload_of
 from lightning_fcl.deployment.members import Gathering, Members
 from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, Sealed, digest
 from lightning_fcl.deployment.outline import outline_of
 from lightning_fcl.deployment.own_data import read_data, take_server_data
 from lightning_fcl.deployment.recipe import fingerprint, read_recipe
-from lightning_fcl.errors import above, at_least
+from lightning_fcl.errors import above, argument, at_least, check_fields
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.record import RoundRecord
@@ -64,18 +64,16 @@ class Terms:
             then keeps it. Flower gives a SuperNode without one a new key at each start.
     """
 
-    clients_at_least: int = 1
-    round_seconds: float = 600.0
-    join_seconds: float = 600.0
-    message_bytes: int = BYTES
-    most_samples: int = 0
-    largest_update: float = 1000.0
+    clients_at_least: int = argument(1, at_least, 1)
+    round_seconds: float = argument(600.0, at_least, 0)
+    join_seconds: float = argument(600.0, at_least, 0)
+    message_bytes: int = argument(BYTES, at_least, 1)
+    most_samples: int = argument(0, at_least, 0)
+    largest_update: float = argument(1000.0, above, 0)
     registered_keys: bool = False
 
     def __post_init__(self) -> None:
-        at_least(1, clients_at_least=self.clients_at_least, message_bytes=self.message_bytes)
-        at_least(0, round_seconds=self.round_seconds, join_seconds=self.join_seconds, most_samples=self.most_samples)
-        above(0, largest_update=self.largest_update)
+        check_fields(self)
 
 
 @dataclass
@@ -116,18 +114,12 @@ class Nodes:
         return Round(federation, (), self._run)
 
     def _run(self, round: Round) -> Generator[None, None, None]:
-        skipped = self._upload(round)
-        count_steps(round.federation.module.trainer, 1)
-        yield None
-        aggregate(round, skipped)
-
-    def _upload(self, round: Round) -> list[str]:
-        """Send the clients of a round the server's state, and take in what they answer; those that have no data."""
+        """Send the clients of a round the server's state, take in what they answer, and bring it together."""
         federation, server, plan = round.federation, round.federation.server, round.federation.stream.plan
-        self.members.names = by_normal(plan.clients)
         drawn, skipped = federation.participation.draw(plan, round.number)
-        # The entries from which clients start and which do not travel.
-        held = {n: v for n, v in server.state.items() if not (server.reductions[n].down or server.reductions[n].up)}
+        # The module's entries from which clients start and which do not travel.
+        of = {n: rule for n, rule in server.reductions.items() if n not in server.extra}
+        held = {n: server.state[n] for n, rule in of.items() if not (rule.down or rule.up)}
         self.members.begin_round({**self._head(round), "kind": "hello", "held": sorted(held)}, digest(held))
 
         def take(client: str, answer: Sealed, sent: Mapping[str, Any]) -> bool:
@@ -162,7 +154,9 @@ class Nodes:
             )
         if counted < needed:
             log.warning("%s). It goes on with these.", fewer)
-        return skipped
+        count_steps(federation.module.trainer, 1)
+        yield None
+        aggregate(round, skipped)
 
     def _head(self, round: Round) -> dict[str, Any]:
         federation = round.federation
@@ -179,9 +173,9 @@ class Nodes:
     def _sent_to(self, round: Round, client: str, node: int, held: State) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
         server, outline = round.federation.server, outline_of(round.federation.stream, client)
-        down = {n: v for n, v in server.state.items() if server.reductions[n].down and n not in server.extra}
-        model = down if node in self.members.alike else down | held
-        state = {f"{MODEL}{n}": v for n, v in model.items()} | {f"{SERVER}{n}": v for n, v in server.extra.items()}
+        down = {n: v for n, v in server.state.items() if server.reductions[n].down}
+        state = {f"{SERVER if n in server.extra else MODEL}{n}": v for n, v in down.items()}
+        state |= {} if node in self.members.alike else {f"{MODEL}{n}": v for n, v in held.items()}
         parcel = Parcel({**self._head(round), "kind": "train", "outline": asdict(outline)}, state)
         server.record.download(client, parcel.nbytes)
         return parcel
@@ -259,7 +253,7 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
         if isinstance(method, ListensToRounds) or (method.ends_undrawn and participation.clients != 1.0):
             raise ValueError(
                 f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks at "
-                "all of them when a round is done, as only a simulation can. Simulate it, with `lightning-fcl fit`."
+                "what all keep when a round is done, as only a simulation can. Simulate it, with `lightning-fcl fit`."
             )
 
 
@@ -288,7 +282,20 @@ def serve(
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
             trainer = super().instantiate_trainer(**kwargs)
-            _deploy(trainer, Nodes(link, fingerprint(read_recipe(recipe)), terms))
+            strategy, callbacks = trainer.strategy, callbacks_of(trainer)
+            assert isinstance(strategy, FederatedStrategy)
+            check_deployable(strategy.federation.participation, methods_of(trainer))
+            for callback in callbacks:
+                if isinstance(callback, ContinualMetrics):
+                    # Clients' models, with what is their own, and their samples never come here.
+                    callback.clients, callback.training = "none", False
+            nodes = Nodes(link, fingerprint(read_recipe(recipe)), terms)
+            strategy.cohort_size = 1
+            strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
+            strategy.server.compression = None  # uploads come as the server decodes them
+            strategy.server.largest_update = terms.largest_update
+            strategy.new_round = nodes.round
+            callbacks.append(nodes.identity)
             return trainer
 
         def fit(self, model: L.LightningModule, **arguments: Any) -> None:
@@ -302,20 +309,3 @@ def serve(
         log.info("Goes on from %s.", newest)
         words += ["--ckpt_path", str(newest)]
     return run(words, Served)
-
-
-def _deploy(trainer: L.Trainer, nodes: Nodes) -> None:
-    """Let the clients of a Trainer's strategy be nodes."""
-    strategy, callbacks = trainer.strategy, callbacks_of(trainer)
-    assert isinstance(strategy, FederatedStrategy)
-    check_deployable(strategy.federation.participation, methods_of(trainer))
-    for callback in callbacks:
-        if isinstance(callback, ContinualMetrics):
-            # Clients' models, with what is their own, and their samples never come here.
-            callback.clients, callback.training = "none", False
-    strategy.cohort_size = 1
-    strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
-    strategy.server.compression = None  # uploads come as the server decodes them
-    strategy.server.largest_update = nodes.terms.largest_update
-    strategy.new_round = nodes.round
-    callbacks.append(nodes.identity)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from lightning_fcl.errors import NoRoomError
 
@@ -25,7 +27,8 @@ if sys.platform != "win32":
     import fcntl
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG)
+_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+_CLOSED |= {errno.ENAMETOOLONG}
 _LOCK = ".lock"
 _PREFIX = "lightning-fcl-"
 _SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
@@ -71,7 +74,7 @@ def writing(path: Path, size: int | None = None, then: str = "go on from the new
         if error.errno in _CLOSED:
             how = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
             raise OSError(
-                f"Expected to write {path} but got: {error}. Make its folder one that can be written to, or name "
+                f"Expected to write {path} but got: {error}. Make its folder, one that can be written to, or name "
                 f"another{how}."
             ) from error
         raise
@@ -150,10 +153,30 @@ def write_sums(path: Path, digests: Mapping[str, str]) -> Path:
     return write_whole(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
 
 
-def check_digest(path: Path, digest: str) -> None:
+def existing(path: Path, what: str, remedy: str) -> Path:
+    """The path of a file that is there."""
     if not path.is_file():
-        raise FileNotFoundError(f"Expected {path} but found no such file. Get it again.")
-    if sha256(path) != digest:
+        raise FileNotFoundError(f"Expected {what}{path} but found no such file. {remedy}")
+    return path
+
+
+def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
+    """What a file of JSON holds that this library has written, in a format that it knows."""
+    try:
+        content = json.loads(existing(path, what, remedy).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"Expected {path} to hold JSON but got: {error}. {remedy}") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != form:
+        raise ValueError(
+            f"Expected {path} to be of format {form} but it is of {'none' if found is None else found}: it is damaged, "
+            f"or another version of lightning-fcl wrote it. {remedy}"
+        )
+    return dict(content)
+
+
+def check_digest(path: Path, digest: str) -> None:
+    if sha256(existing(path, "", "Get it again.")) != digest:
         raise ValueError(
             f"Expected {path} to be as it was published but its checksum is another: it is damaged. Get it again."
         )

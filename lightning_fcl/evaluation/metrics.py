@@ -10,6 +10,7 @@ the rounds tell what each came to, under ``values``.
 are left out. ``t`` is the number of tasks learnt.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.continual import (
     FloatArray,
     Tasks,
@@ -187,8 +189,7 @@ def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> Float
         >>> stream_accuracies(record, "a")
         array([1.   , 0.875,   nan])
     """
-    if model not in record["tasks"]:
-        raise ValueError(f"Expected `model` to be one of {', '.join(record['tasks'])} but got {model}.")
+    one_of(record["tasks"], model=model)
     return stream_values(*_history(record, model))
 
 
@@ -260,33 +261,28 @@ def first_tasks(record: Mapping[str, Any], tasks: int) -> dict[str, Any]:
 
 
 def _all_metrics(record: Mapping[str, Any], measures: Sequence[str | None]) -> dict[str, dict[str, float]]:
-    return {
-        model: {name: value for one in measures for name, value in _metrics_of(record, model, one).items()}
-        for model in curves(record)
-    }
-
-
-def _metrics_of(record: Mapping[str, Any], model: str, measure: str | None = None) -> dict[str, float]:
-    """The metrics of accuracy, or of a measure, which has its name in theirs."""
-    on, experience, tasks = history = _history(record, model, measure)
-    general, personal, of, lost = "A_gen", "A_per", "accuracy", ""
-    if measure is not None:
-        general, personal, of, lost = f"general_{measure}", f"personal_{measure}", measure, f"_{measure}"
-    overall, passed, t = on(range(len(record["groups"]))), stream_values(*history), len(tasks)
-    tested = overall[int(model == "server" and "start" in record) :]  # a base session was no round
-    metrics = {general: float(tested.mean()) if measure is None else finite_mean(tested)}
-    if model != "server":
-        metrics[personal] = finite_mean(personal_values(*history))
-    metrics |= {f"final_{of}": float(overall[-1]), f"stream_{of}": float(passed[experience[-1]])}
-    if t > 1:
-        mean, last, way = value_matrix(*history, "mean"), value_matrix(*history, "last"), sign(record, measure)
-        metrics |= {f"A_{t}": average_accuracy(mean, t), f"F_{t}": forgetting(mean, t)} if measure is None else {}
-        metrics[f"average_{of}"] = average_accuracy(last, t)
-        metrics[f"forgetting{lost}"] = forgetting(way * last, t)
-        metrics[f"BWT{lost}"] = backward_transfer(way * last)
-        metrics[f"learning_{of}"] = learning_accuracy(last)
-        metrics |= {f"stream_{of}_{i}": float(value) for i, value in enumerate(passed)}
-    return metrics
+    """The metrics of each model: of accuracy, or of measures, which have their names in theirs."""
+    found: dict[str, dict[str, float]] = {model: {} for model in curves(record)}
+    for (model, metrics), measure in itertools.product(found.items(), measures):
+        on, experience, tasks = history = _history(record, model, measure)
+        general, personal, of, lost = "A_gen", "A_per", "accuracy", ""
+        if measure is not None:
+            general, personal, of, lost = f"general_{measure}", f"personal_{measure}", measure, f"_{measure}"
+        overall, passed, t = on(range(len(record["groups"]))), stream_values(*history), len(tasks)
+        tested = overall[int(model == "server" and "start" in record) :]  # a base session was no round
+        metrics[general] = float(tested.mean()) if measure is None else finite_mean(tested)
+        if model != "server":
+            metrics[personal] = finite_mean(personal_values(*history))
+        metrics |= {f"final_{of}": float(overall[-1]), f"stream_{of}": float(passed[experience[-1]])}
+        if t > 1:
+            mean, last, way = value_matrix(*history, "mean"), value_matrix(*history, "last"), sign(record, measure)
+            metrics |= {f"A_{t}": average_accuracy(mean, t), f"F_{t}": forgetting(mean, t)} if measure is None else {}
+            metrics[f"average_{of}"] = average_accuracy(last, t)
+            metrics[f"forgetting{lost}"] = forgetting(way * last, t)
+            metrics[f"BWT{lost}"] = backward_transfer(way * last)
+            metrics[f"learning_{of}"] = learning_accuracy(last)
+            metrics |= {f"stream_{of}_{i}": float(value) for i, value in enumerate(passed)}
+    return found
 
 
 def _history(

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.communication import simulated_times
-from lightning_fcl.evaluation.files import append, read_sums, sha256, write_sums, write_whole
+from lightning_fcl.evaluation.files import append, read_json, read_sums, sha256, write_sums, write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.metrics import curves, models_tested
 
@@ -106,21 +106,8 @@ def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | 
 def read_results(folder: str | Path) -> dict[str, Any]:
     """Read ``results.json`` of a run's folder, if it is as it was written."""
     path = Path(folder) / "results.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"Expected the run's results in {path} but found no such file. Name the folder of a finished run."
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Repeat the run.") from error
-    results = content if isinstance(content, dict) else {}
-    form, checksum = results.get("format"), results.pop("checksum", None)
-    if form != FORMAT:
-        raise ValueError(
-            f"Expected {path} to be of format {FORMAT} but it is of {'none' if form is None else form}: it is damaged, "
-            "or another version of lightning-fcl wrote it. Repeat the run, or read it with the version that wrote it."
-        )
+    results = read_json(path, "the run's results in ", FORMAT, "Name the folder of a finished run, or repeat it.")
+    checksum = results.pop("checksum", None)
     if checksum != _checksum(results):
         raise ValueError(f"Expected {path} to be as it was written but its checksum is another. Repeat the run.")
     return results

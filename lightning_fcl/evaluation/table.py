@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_fcl import __version__
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.files import read_json, write_whole
 from lightning_fcl.evaluation.metrics import task_curves
 
 NEAR = 0.05
@@ -207,21 +207,8 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
 
 def read_table(path: str | Path) -> Table:
     """Read and check a ``table.json``."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"Expected a table in {path} but found no such file. Write it with `lightning-fcl reproduce`."
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Write it anew.") from error
-    form = content.get("format") if isinstance(content, dict) else None
-    if form != _FORMAT:
-        raise ValueError(
-            f"Expected {path} to be of format {_FORMAT} but it is of {'none' if form is None else form}: another "
-            "version of lightning-fcl wrote it. Write it anew with `lightning-fcl reproduce`."
-        )
+    path, again = Path(path), "Write it anew with `lightning-fcl reproduce`."
+    content = read_json(path, "a table in ", _FORMAT, again)
     try:
         rows = {
             row: {
@@ -235,7 +222,7 @@ def read_table(path: str | Path) -> Table:
         }
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"Expected {path} to hold a table but got: {error!r}. Write it anew.") from error
+        raise ValueError(f"Expected {path} to hold a table but got: {error!r}. {again}") from error
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -287,6 +287,19 @@ class Sum(Reduction):
         return _Sum()
 
 
+class Changes(Sum):
+    """The reduction of what clients receive, and send changes of, which are added to it."""
+
+    name = "changes"
+    down = True
+
+    def start(self, server: Tensor) -> Tensor:
+        return server
+
+    def nothing(self, server: Tensor) -> Tensor:
+        return torch.zeros_like(server)
+
+
 class Own(Reduction):
     """``none``."""
 

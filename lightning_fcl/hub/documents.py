@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import yaml
@@ -68,6 +69,16 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
         return kind(**vars(values), **made)
     except ValueError as error:
         raise ValueError(f"{error} It is said in {where}.") from error
+
+
+def resolve_maker(path: str) -> Any:
+    """The class that a ``class_path`` names, or the function, which says what it makes."""
+    made = resolve_name(path)
+    if not isinstance(made, type) and "return" not in getattr(made, "__annotations__", {}):
+        raise ValueError(
+            f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}."
+        )
+    return made
 
 
 def check_yaml(text: str) -> None:

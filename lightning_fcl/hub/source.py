@@ -1,5 +1,7 @@
 """Where files come from, how they are recognised on disk, and what is told where they are missing."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
@@ -7,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.hub.download import download
 
 
@@ -73,6 +76,18 @@ class Source:
     folder: str = ""
     by_hand: str = ""
 
+    @classmethod
+    def read(cls, path: Path) -> dict[str, Source]:
+        """The sources that a YAML file tells, by name."""
+        sources = {}
+        for name, told in read_yaml(path).items():
+            layouts = tuple(
+                Layout(one["name"], tuple(one["places"]), tuple(one.get("signs", ())), one.get("strictly", ".*"))
+                for one in told["layouts"]
+            )
+            sources[name] = cls(name, **{**told, "layouts": layouts})
+        return sources
+
     def find(self, root: str | Path | None = None) -> tuple[str, Path]:
         """The name of the first layout that is on disk, and its file or folder, which is not read."""
         root = data_root(root)
@@ -85,7 +100,7 @@ class Source:
         raise FileNotFoundError(f"Expected {self.title} below `root` but found nothing in {root}. {advice}.")
 
     def fetch(self, root: str | Path | None = None) -> Path:
-        """Download the files, verify and unpack them; what is there already is not downloaded again."""
+        """Download the files, verify and unpack them, whole or not at all; what is there is not downloaded again."""
         root = data_root(root)
         if not self.digest:
             return self.find(root)[1]
@@ -93,10 +108,8 @@ class Source:
             return unpacked
         then = f" and run {self.command} to unpack it" if self.folder else ""
         archive = download(self.url, root / self.archive, self.digest, then)
-        return self._unpack(archive) if self.folder else archive
-
-    def _unpack(self, archive: Path) -> Path:
-        """Unpack the wanted folder beside its archive, whole or not at all, and delete the archive."""
+        if not self.folder:
+            return archive
         target = archive.parent / self.folder
         try:
             with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.bcn import BCN as BCN
     from lightning_fcl.methods.ccvr import CCVR as CCVR
     from lightning_fcl.methods.client import Client as Client
+    from lightning_fcl.methods.client import Server as Server
     from lightning_fcl.methods.client import remember as remember
     from lightning_fcl.methods.client import section as section
     from lightning_fcl.methods.declaration import Needs as Needs

@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
-import torch
 
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import Reduction, State, reductions_of
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.protocol import federation_of, need_federation
-from lightning_fcl.methods.ccvr import CCVR
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.fed3r import Fed3R
+from lightning_fcl.methods.declaration import Needs, overrides
 from lightning_fcl.methods.method import Method
 
 
@@ -59,47 +56,23 @@ def need_uniform_weights(trainer: L.Trainer, name: str) -> None:
 
 
 class MovesServer(Method):
-    """A method of all clients that moves the server's model on from the mean of uploads, before anybody tests it."""
+    """A method of all clients whose `server_turn` moves the model on from the mean of uploads."""
 
     needs: ClassVar[Needs] = Needs(federation="no server brings uploads together. Use the strategy")
-
-    def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
-        """Where the server goes: ``share`` of all clients have sent what ``mean`` is of.
-
-        ``kept`` is what it keeps for the method, by name; what is put there is what it keeps from then on.
-        """
-        raise NotImplementedError
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = need_federation(trainer, type(self).__name__, self.needs.federation)
         methods = methods_of(trainer)
-        heads = [type(one).__name__ for one in methods[: methods.index(self)] if isinstance(one, CCVR | Fed3R)]
+        before = [type(one).__name__ for one in methods[: methods.index(self)] if overrides(one, "server_turn")]
         unfit = {
             f"`clients={self.clients}`": self.clients != "all",
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss,
             "a `FedBuff`": isinstance(federation.participation.schedule, FedBuff),
             "a `server_optimizer`": federation.server.optimizer_settings is not None,
-            "another that does, too": sum(isinstance(one, MovesServer) for one in methods) > 1,
-            f"{quoted(heads)} before it": bool(heads),
+            f"{quoted(before)} before it": bool(before),
         }
         for got in (what for what, there in unfit.items() if there):
             raise ValueError(
                 f"Expected a server that goes to the mean of what all clients have trained from its model, for "
                 f"`{type(self).__name__}`, which moves it from there, but got {got}. Leave one out."
             )
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._begun = {name: value.clone() for name, value in averaged_parameters(pl_module).items()}
-
-    @torch.no_grad()
-    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the server's new parameters into the module, from where the next round begins."""
-        federation = federation_of(trainer)
-        if federation is None or not federation.server.record.trained:
-            return
-        mean, server = averaged_parameters(pl_module), federation.server
-        share = len(server.record.trained) / len(federation.stream.plan.clients)
-        kept = server.kept_for(self.section)
-        for name, value in self.moved(self._begun, mean, kept, share).items():
-            mean[name].copy_(value)
-        server.extra.update({f"{self.section}.{name}": value for name, value in kept.items()})

@@ -1,9 +1,10 @@
-"""What a method sees of a client."""
+"""What a method sees of a client, and of the server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -12,10 +13,8 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.randomness import seed_of
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 class Client:
@@ -36,6 +35,7 @@ class Client:
         batch: The batch at hand.
         local_epoch: The local epoch of it, from 0.
         steps: Optimizer steps that it has taken in the round, known when its round ends.
+        missed: Whether the server has not heard of the round, known then, too.
 
     Example:
         >>> client = Client(part=ClientRound("site-a", round=2))
@@ -49,7 +49,7 @@ class Client:
         server: State | None = None,
         part: ClientRound | None = None,
         module: L.LightningModule | None = None,
-        federation: Federation | None = None,
+        federation: RunsFederation | None = None,
         active: bool = True,
         section: str = "",
         generator: torch.Generator | None = None,
@@ -59,7 +59,7 @@ class Client:
         self.federation = federation
         self.active = active
         self.batch: Any = None
-        self.local_epoch = self.steps = 0
+        self.local_epoch, self.steps, self.missed = 0, 0, False
         self._part, self._module, self._section, self._generator = part, module, section, generator
 
     @property
@@ -98,6 +98,33 @@ class Client:
             )
             self._generator = torch.Generator().manual_seed(seed)
         return self._generator
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server when a round's uploads have come together, as `Method.server_turn` of one method sees it.
+
+    Args:
+        begun: Its state when the round began, with what it kept for methods.
+        state: Its state now, as reductions, its optimizer and the turns of methods before this one have made it.
+        kept: What it keeps for the method, by name: what is put there it keeps from then on.
+        share: Share of the stream's clients whose uploads were taken, above 0.
+        module: The module that the Trainer trains.
+        generator: Draws whatever is random, by the round and the method's section.
+
+    Example:
+        >>> begun, state = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+        >>> server = Server(begun, state, {}, 0.5, L.LightningModule(), torch.Generator())
+        >>> {name: (value + server.begun[name]) / 2 for name, value in server.state.items()}  # half the way
+        {'w': tensor([0.5000])}
+    """
+
+    begun: State
+    state: State
+    kept: State
+    share: float
+    module: L.LightningModule
+    generator: torch.Generator
 
 
 def section(memory: Mapping[str, Tensor], prefix: str) -> State:

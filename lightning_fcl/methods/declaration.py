@@ -18,7 +18,7 @@ from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Server
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.step import Pattern, Step, is_labelled
 from lightning_fcl.randomness import global_seed, keys_of
@@ -200,6 +200,13 @@ class Declaration:
         """What a client uploads to the entries of `server_state`: by name, each of an entry's shape."""
         return {}
 
+    def server_turn(self, server: Server) -> State:
+        """What the server's model becomes, by name, when the uploads of a round have come together; {} for no change.
+
+        It is there before anybody tests the model, in a simulation as in a deployment.
+        """
+        return {}
+
     # Who uses it.
 
     def applies_to(self, client_round: ClientRound) -> bool:
@@ -207,10 +214,6 @@ class Declaration:
         if self.clients == "unbalanced":
             return not client_round.balanced
         return self.clients == "all" or client_round.client in self.clients
-
-    def remembers(self, client_round: ClientRound) -> bool:
-        """Whether the client keeps a memory for the method: who never uses it has none."""
-        return isinstance(self.clients, str) or client_round.client in self.clients
 
     # What it is, and where it runs.
 
@@ -322,6 +325,11 @@ def overrides(method: Declaration | type[Declaration], function: str) -> bool:
     kind = method if isinstance(method, type) else type(method)
     own: object = getattr(kind, function)
     return own is not getattr(Declaration, function)
+
+
+def remembers(method: Declaration, client_round: ClientRound) -> bool:
+    """Whether a client keeps a memory for a method: who never uses it has none."""
+    return isinstance(method.clients, str) or client_round.client in method.clients
 
 
 def shapes_loss(method: Declaration, client: Client) -> bool:

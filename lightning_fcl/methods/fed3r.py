@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -15,17 +15,14 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, federation_of
-from lightning_fcl.methods.client import Client
+from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
+from lightning_fcl.methods.client import Client, Server, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.models.ridge import accumulate, solve, square
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 @dataclass(eq=False)
@@ -64,7 +61,6 @@ class Fed3R(Method):
     beta: float = argument(1.0, at_least, 0)
     temperature: float = argument(0.1, above, 0)
     _base: State = field(default_factory=dict, init=False, repr=False)  # sums of the base session
-    _counted: float = field(default=0.0, init=False, repr=False)  # samples in the sums when the round began
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         last_layer(pl_module)
@@ -90,28 +86,14 @@ class Fed3R(Method):
         return self._sums(client.module, own, data)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        federation = client.federation
-        if federation is not None and client.part.client in federation.server.record.missed:
-            return client.memory
-        return {"experience": torch.tensor(client.part.experience)}
+        return client.memory if client.missed else {"experience": torch.tensor(client.part.experience)}
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
-        self._counted = self._samples(federation) if federation is not None else 0.0
-
-    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = federation_of(trainer)
-        if federation is None or self._samples(federation) == self._counted:
-            return
-        sums, layer = federation.server.kept_for(self.section), last_layer(pl_module)
-        weight = solve(sums["A"], square(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
-        with torch.no_grad():
-            layer.weight.copy_(weight[:, :-1])
-            layer.bias.copy_(weight[:, -1])
-
-    def _samples(self, federation: Federation) -> float:
-        """How many samples are in the sums: the square of the column of ones."""
-        return float(federation.server.kept_for(self.section)["B"][-1])
+    def server_turn(self, server: Server) -> State:
+        sums, (weight, bias) = server.kept, last_layer(server.module)
+        if sums["B"][-1] == section(server.begun, self.section)["B"][-1]:  # the number of samples
+            return {}
+        found = solve(sums["A"], square(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
+        return {weight: found[:, :-1], bias: found[:, -1]}
 
     @staticmethod
     def _sums(module: L.LightningModule, state: State, data: Batch) -> State:
@@ -128,13 +110,14 @@ def _no_sums(module: L.LightningModule) -> State:
     return {"A": a, "B": a.new_zeros(size * (size + 1) // 2)}
 
 
-def last_layer(module: L.LightningModule) -> nn.Linear:
-    """The layer that makes a module's outputs of its features."""
+def last_layer(module: L.LightningModule) -> tuple[str, str]:
+    """The names of weight and bias of the layer that makes a module's outputs of its features."""
     if isinstance(module, HasClasses) and isinstance(module, EmbedsInputs):
         shape = (module.num_classes, module.features)
+        names = {id(value): name for name, value in entries(module).items()}
         for layer in reversed([*module.modules()]):
             if isinstance(layer, nn.Linear) and layer.bias is not None and tuple(layer.weight.shape) == shape:
-                return layer
+                return names[id(layer.weight)], names[id(layer.bias)]
     raise ValueError(
         f"Expected a module whose last layer is an `nn.Linear` with a bias, from its `features` to its `num_classes`, "
         f"but this `{type(module).__name__}` has none. Use a `Classifier` with such a network."

@@ -14,7 +14,7 @@ from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.averaging import MovesServer, averaged_parameters, need_uniform_weights
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.client import Client, Server, remember, section
 from lightning_fcl.methods.fedprox import proximal_term
 from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.step import Step
@@ -68,6 +68,8 @@ class FedDyn(MovesServer):
         ways = section(client.memory, "way").items()
         return {f"way.{name}": way + (own[name] - client.server[name]) for name, way in ways}
 
-    def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
+    def server_turn(self, server: Server) -> State:
         """The mean, and all ways so far: those of this round are, over all clients, ``share`` of the mean's."""
-        return {name: mean[name] + way.add_(mean[name] - begun[name], alpha=share) for name, way in kept.items()}
+        for name, way in server.kept.items():
+            server.kept[name] = way.add(server.state[name] - server.begun[name], alpha=server.share)
+        return {name: server.state[name] + way for name, way in server.kept.items()}

@@ -11,7 +11,7 @@ import torch
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.averaging import MovesServer, averaged_parameters, gradient_weight
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Server
 
 
 @dataclass(eq=False)
@@ -44,8 +44,9 @@ class FedNova(MovesServer):
     def contribute(self, client: Client, own: State, data: Batch) -> State:
         return {"tau": torch.tensor(_tau(client))}
 
-    def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
-        return {name: begun[name] + kept["tau"] * (value - begun[name]) for name, value in mean.items()}
+    def server_turn(self, server: Server) -> State:
+        mean, begun = averaged_parameters(server.module), server.begun
+        return {name: begun[name] + server.kept["tau"] * (value - begun[name]) for name, value in mean.items()}
 
 
 def _tau(client: Client) -> float:

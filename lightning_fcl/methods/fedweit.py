@@ -181,11 +181,11 @@ class FedWEIT(Method):
         return {**memory, "base": torch.cat([own[f"model.net.{name}"].flatten() for name in names])}
 
     def _publish(self, client: Client, own: State) -> None:
-        record, part, model = _record(client), client.part, decomposed_of(client.module)
-        if part.last_round and part.client not in record.missed:
+        part, model = client.part, decomposed_of(client.module)
+        if part.last_round and not client.missed:
             adaptive = own[f"model.tasks.{self._place(client.memory)}.adaptive"].detach()
             self._arriving[part.client] = pack(prune(adaptive, model.threshold))
-            record.upload(part.client, _message_bytes(self._arriving[part.client], model.size))
+            _record(client).upload(part.client, _message_bytes(self._arriving[part.client], model.size))
 
     # The server.
 

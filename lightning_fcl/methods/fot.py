@@ -13,7 +13,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, share
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.methods.averaging import MovesServer
-from lightning_fcl.methods.client import Client, section
+from lightning_fcl.methods.client import Client, Server, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
@@ -78,9 +78,9 @@ class FOT(MovesServer):
             sent[f"energy.{name}"] += torch.stack([outside.square().sum(), rows.square().sum()])
         return sent
 
-    def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
+    def server_turn(self, server: Server) -> State:
         """The mean, without what would move outputs for inputs in the bases, which then take in what was sent."""
-        found: State = {}
+        found, begun, mean, kept = dict[str, Tensor](), server.begun, server.state, server.kept
         for name, basis in section(kept, "basis").items():
             if basis.shape[1]:
                 first = weight_matrix(begun, name)
@@ -88,7 +88,7 @@ class FOT(MovesServer):
             sketch, energy = kept[f"sketch.{name}"], kept[f"energy.{name}"]
             if energy.any():
                 kept[f"basis.{name}"] = enlarged(basis, sketch, energy, self.eps)
-                kept |= {f"sketch.{name}": torch.zeros_like(sketch), f"energy.{name}": torch.zeros_like(energy)}
+                kept.update({f"sketch.{name}": torch.zeros_like(sketch), f"energy.{name}": torch.zeros_like(energy)})
         return found
 
 

@@ -16,6 +16,7 @@ from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
+from lightning_fcl.federation.reductions import Changes
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method, masked, padded
@@ -23,17 +24,10 @@ from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 
 
-class Total(SumOfSome):
+class Total(SumOfSome, Changes):
     """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value."""
 
     name = "total"
-    down = True
-
-    def start(self, server: Tensor) -> Tensor:
-        return server
-
-    def nothing(self, server: Tensor) -> Tensor:
-        return torch.zeros_like(server)
 
 
 def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: float = 1.0) -> Tensor:
@@ -122,9 +116,7 @@ class LogitAdjustment(Method):
         return step.mean(adjusted - F.cross_entropy(step.output, step.y, reduction="none"))
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        federation, counted = client.federation, torch.tensor(client.part.experience)
-        if federation is not None and client.part.client in federation.server.record.missed:
-            counted = client.memory["experience"]
+        counted = client.memory["experience"] if client.missed else torch.tensor(client.part.experience)
         return {"experience": counted, "counts": _counted(client.part.labels, client.part.num_classes)}
 
 

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
@@ -72,14 +71,6 @@ def driver_of(trainer: L.Trainer) -> MethodDriver:
     # A new list: Lightning may be going through the old one, and would call the method at hand once more.
     trainer.callbacks = [*callbacks[:place], driver, *callbacks[place:]]  # type: ignore[attr-defined]
     return driver
-
-
-def ended_clients(method: Declaration, trainer: L.Trainer) -> list[ClientRound]:
-    """Those that use a method, whose experience has ended with the round, and whose upload was taken."""
-    if (federation := federation_of(trainer)) is None:
-        return []
-    parts = [part for part in federation.client_rounds(current_round(trainer)) if part.last_round]
-    return [part for part in parts if part.client in federation.server.record.trained and method.applies_to(part)]
 
 
 def with_classes(seen: Tensor, labels: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import at_least
+from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Server
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -128,10 +129,8 @@ class IntrinsicPlasticity(Method):
             reservoir.gain.copy_(gain[0])
             reservoir.bias.copy_(bias[0])
 
-    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, ReservoirTask)
-        with torch.no_grad():
-            pl_module.reservoir.gain.clamp_(min=self.min_gain)
+    def server_turn(self, server: Server) -> State:
+        return {"reservoir.gain": server.state["reservoir.gain"].clamp(min=self.min_gain)}
 
     def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
         """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""

@@ -13,7 +13,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, between
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.methods.averaging import MovesServer
-from lightning_fcl.methods.client import Client, section
+from lightning_fcl.methods.client import Client, Server, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
@@ -76,13 +76,13 @@ class RegMean(MovesServer):
             sent[f"answers.{name}"] = answers(weights[name], gram)
         return sent
 
-    def moved(self, begun: State, mean: State, kept: State, share: float) -> State:
+    def server_turn(self, server: Server) -> State:
         """Layers that have learnt, by least squares on what they answer; the sums begin anew."""
-        found: State = {}
+        found, mean, kept = dict[str, Tensor](), server.state, server.kept
         for name, gram in section(kept, "gram").items():
             if gram.any():
                 found |= weights_of(mean, name, regmean(weight_matrix(mean, name), kept[f"answers.{name}"], gram))
-        kept |= {name: torch.zeros_like(value) for name, value in kept.items()}
+        kept.update({name: torch.zeros_like(value) for name, value in kept.items()})
         return found
 
 

@@ -15,26 +15,13 @@ from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.optimizer_state import settings_of
 from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.federation.reductions import Sum
+from lightning_fcl.federation.reductions import Changes
 from lightning_fcl.methods.averaging import averaged_parameters, gradient_weight, need_uniform_weights
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Step
-
-
-class Changes(Sum):
-    """The reduction of what clients receive, and send changes of, which are added to it."""
-
-    name = "changes"
-    down = True
-
-    def start(self, server: Tensor) -> Tensor:
-        return server
-
-    def nothing(self, server: Tensor) -> Tensor:
-        return torch.zeros_like(server)
 
 
 @dataclass(eq=False)
@@ -64,7 +51,7 @@ class SCAFFOLD(Method):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         settings = settings_of(trainer.optimizers[0])
-        scheduled = need_federation(trainer, "SCAFFOLD", "").strategy.local_steps.scheduled
+        scheduled = need_federation(trainer, "SCAFFOLD", "").scheduled
         alike = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
         if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not alike:
             raise ValueError(
@@ -89,10 +76,7 @@ class SCAFFOLD(Method):
         return {name: (c - client.memory[name]) / number for name, c in self._variates(client, own).items()}
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        federation = client.federation
-        if federation is not None and client.part.client in federation.server.record.missed:
-            return client.memory  # the server has not heard of its change
-        return self._variates(client, own)
+        return client.memory if client.missed else self._variates(client, own)
 
     def _variates(self, client: Client, own: State) -> Memory:
         """The client's variates after its training."""

@@ -42,7 +42,6 @@ from lightning_fcl.running.run_callbacks import SaveConfig, StopAfterRound
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
-CLI = TypeVar("CLI", bound="FederatedCLI")
 
 
 @dataclass
@@ -281,12 +280,8 @@ def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
-def run(arguments: Sequence[str], kind: type[FederatedCLI] = FederatedCLI) -> FederatedCLI:
+def run(arguments: Sequence[str], kind: type[FederatedCLI] = FederatedCLI, starts: bool = True) -> FederatedCLI:
     """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own."""
-    return command_line(kind, arguments)
-
-
-def command_line(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
         "LightningCLI's args parameter is intended",
@@ -296,7 +291,7 @@ def command_line(kind: type[CLI], arguments: Sequence[str], run: bool = True) ->
         "Be aware that when using `ckpt_path`, callbacks used",  # a test needs none of them
     ):
         warnings.filterwarnings("ignore", nothing_to_mend)
-    return kind(program="lightning-fcl", args=list(arguments), run=run, trainer_defaults=None)
+    return kind(program="lightning-fcl", args=list(arguments), run=starts, trainer_defaults=None)
 
 
 def resolve_recipe(arguments: Sequence[str]) -> dict[str, Any]:

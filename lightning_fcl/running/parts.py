@@ -19,7 +19,7 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.hub.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
 from lightning_fcl.methods.method import Method
-from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, command_line, refuse_no_round
+from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, refuse_no_round, run
 from lightning_fcl.running.remedies import refusals
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.simulation.limits import check_ranks
@@ -61,11 +61,13 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> Reci
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in quickstart.")
     try:
-        return command_line(RecipeParts, [*config_words(recipes), *words, "--seed_everything", "false"], run=False)
+        parts = run([*config_words(recipes), *words, "--seed_everything", "false"], RecipeParts, starts=False)
     except ValueError as error:
         if "a `model` but got none" in str(error):
             raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
         raise
+    assert isinstance(parts, RecipeParts)
+    return parts
 
 
 def trained_parts(run: Path) -> RecipeParts:

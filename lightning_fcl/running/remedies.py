@@ -20,6 +20,7 @@ from lightning_fcl.data.scenarios import Scenario
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import summaries
 from lightning_fcl.errors import did_you_mean, other_lightning
+from lightning_fcl.hub.documents import resolve_maker
 from lightning_fcl.simulation.hooks import RESTORED
 
 BY_LIGHTNING, NOT_UNDERSTOOD = (
@@ -143,12 +144,7 @@ def _no_key(key: str) -> str:
 def check_class_paths(content: object) -> None:
     """Refuse a ``class_path`` that is neither a class nor a function which says what it makes."""
     content = vars(content) if isinstance(content, Namespace) else content
-    if isinstance(content, Mapping):
-        path = content.get("class_path")
-        made = resolve_name(path) if isinstance(path, str) else type
-        if not isinstance(made, type) and "return" not in getattr(made, "__annotations__", {}):
-            raise ValueError(
-                f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}."
-            )
+    if isinstance(content, Mapping) and isinstance(path := content.get("class_path"), str):
+        resolve_maker(path)
     for part in content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else []:
         check_class_paths(part)

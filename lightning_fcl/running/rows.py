@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, one_of
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.documents import read_yaml
 
@@ -26,9 +26,7 @@ def recipes_folder() -> Path:
 def paper_folder(paper: str) -> Path:
     """The folder of a paper's recipes."""
     papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
-    if paper not in papers:
-        names = ", ".join(papers)
-        raise ValueError(f"Expected `paper` to be one of {names} but got {paper}.{did_you_mean(paper, papers)}")
+    one_of(papers, paper=paper)
     return recipes_folder() / paper
 
 
@@ -105,10 +103,7 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
     entries = expanded(content)
     at_scale = {title: entry for title, entry in entries.items() if scale in (entry.scales or [scale])}
     for title in rows or ():
-        if title not in entries:
-            raise ValueError(
-                f"Expected `rows` among {', '.join(entries)} but got {title}.{did_you_mean(title, entries)}"
-            )
+        one_of(entries, rows=title)
         if title not in at_scale:
             scales = ", ".join(entries[title].scales or ())
             raise ValueError(f"Expected `scale` to be one of {scales} for row {title} but got {scale}.")
@@ -127,9 +122,7 @@ def at_scale(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
     if scale == "paper":
         return tuple(configs)
     scaling = configs[0].with_name(f"scale-{scale}.yaml")
-    if not scaling.is_file():
-        known = sorted(path.stem.removeprefix("scale-") for path in scaling.parent.glob("scale-*.yaml"))
-        raise ValueError(f"Expected `scale` to be one of {', '.join([*known, 'paper'])} but got {scale}.")
+    one_of([*sorted(path.stem[len("scale-") :] for path in scaling.parent.glob("scale-*.yaml")), "paper"], scale=scale)
     return (*configs, scaling)
 
 

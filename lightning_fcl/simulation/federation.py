@@ -45,6 +45,7 @@ class Federation:
         strategy: The Trainer's strategy, with its settings.
         server: The server: its state, the record of the round, and the store of what clients keep.
         participation: Who takes part.
+        shows_client: Whether the module is a client's model: see `client_model`.
         methods: The methods among the Trainer's callbacks.
         placement: Whose clients train where; None before a fit.
         trainer: Who trains the clients.
@@ -55,6 +56,7 @@ class Federation:
     strategy: FederatedStrategy
     server: FederatedServer
     participation: Participation
+    shows_client: bool = False
     methods: list[Declaration] = field(default_factory=list)
     placement: Placement | None = None
     trainer: LocalTrainer = field(init=False)
@@ -80,6 +82,17 @@ class Federation:
     def round(self) -> Round:
         """The round at hand."""
         return there(self.strategy.round, "a fit")
+
+    @property
+    def batches(self) -> int:
+        """The batches of the client that trains now, or of the one that has most; 0: none does."""
+        at_hand = self.strategy.round
+        return len(at_hand.cohort) if at_hand is not None and at_hand.cohort is not None else 0
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether learning rates change within a client's round."""
+        return self.strategy.local_steps.scheduled
 
     def hosts(self, client: str) -> bool:
         """Whether this process looks after a client: it alone knows what the client keeps; before a fit, each does."""
@@ -158,7 +171,7 @@ def warn_of_own_entries(federation: Federation) -> None:
     """Say whose model is tested, where each client has entries of its own."""
     rules = reductions_of(federation.module, federation.strategy.rules)
     own = [name for name, p in federation.module.named_parameters() if p.requires_grad and rules[name].own]
-    if own and not federation.strategy.shows_client:
+    if own and not federation.shows_client:
         log.warning(
             "This is the server's model, whose %s%s no client has trained: each keeps its own. "
             "`with client_model(trainer, client):` puts a client's model in its place.",
@@ -179,7 +192,7 @@ def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
         ValueError: If there is no such client, the Trainer has none, or another client's model is there.
     """
     federation = need_federation(trainer, "client_model", "it has no clients")
-    if federation.strategy.shows_client:
+    if federation.shows_client:
         raise ValueError(
             f"Expected one `client_model` at a time but got that of {client} within another one's. Leave that first."
         )
@@ -187,9 +200,9 @@ def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
     module = federation.module
     server = {name: value.detach().clone() for name, value in entries(module).items()}
     load_entries(module, state)
-    federation.strategy.shows_client = True
+    federation.shows_client = True
     try:
         yield
     finally:
-        federation.strategy.shows_client = False
+        federation.shows_client = False
         load_entries(module, server)

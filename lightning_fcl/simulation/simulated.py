@@ -6,13 +6,17 @@ from collections.abc import Collection, Generator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.errors import listed
-from lightning_fcl.federation.aggregation import entries, load_entries
+from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.protocol import ListensToRounds, SolvesAtServer
 from lightning_fcl.federation.record import DIVERGED
-from lightning_fcl.methods.declaration import Declaration, client_of
+from lightning_fcl.methods.client import Server
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
+from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.progress import step_together
@@ -63,9 +67,12 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
     step_together(federation.module.trainer, round.placement.ranks, round.steps_before)
     record_time(federation)
     _check_usable(federation, round.number)
+    begun = federation.server.state
     load_entries(federation.module, federation.server.finish_round())
     if isinstance(federation.module, SolvesAtServer):
         federation.module.on_after_aggregation()
+    if record.trained:
+        _take_turns(round, begun)
     round.done = True
     record.skipped = [*skipped]
     federation.participation.elect(record, federation.stream.plan.clients)
@@ -80,11 +87,26 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
         round.loose.go_on()
 
 
+@torch.no_grad()
+def _take_turns(round: Round, begun: State) -> None:
+    """What methods make of the server, one after the other."""
+    federation, server, state = round.federation, round.federation.server, entries(round.federation.module)
+    share = len(server.record.trained) / len(federation.stream.plan.clients)
+    for method in federation.methods:
+        if overrides(method, "server_turn"):
+            draws = torch.Generator().manual_seed(seed_of(federation.seed, method.section, round.number))
+            kept = server.kept_for(method.section)
+            turn = Server(begun, state, kept, share, federation.module, draws)
+            for name, value in method.server_turn(turn).items():
+                state[name].copy_(value)
+            server.extra.update({f"{method.section}.{name}": value for name, value in kept.items()})
+
+
 def _end_undrawn(round: Round, method: Declaration, done: Collection[str]) -> None:
     """End the experiences that end with this round, for clients that were not drawn for it."""
     federation = round.federation
     for client in federation.client_rounds(round.number):
-        if client.client in done or not (client.last_round and method.remembers(client)):
+        if client.client in done or not (client.last_round and remembers(method, client)):
             continue
         if not federation.hosts(client.client):
             continue

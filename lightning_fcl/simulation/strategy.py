@@ -28,7 +28,6 @@ from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
-from lightning_fcl.local.counts import common_batches
 from lightning_fcl.local.local_steps import LocalSteps
 from lightning_fcl.local.precision import StackedPrecision
 from lightning_fcl.local.sequential import SequentialTrainer
@@ -41,7 +40,7 @@ from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_ali
 from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.simulated import simulated
-from lightning_fcl.simulation.trainer_limits import TrainerLimits
+from lightning_fcl.simulation.trainer_limits import TrainerLimits, common_batches
 
 
 class FederatedStrategy(RanksStrategy):
@@ -137,7 +136,6 @@ class FederatedStrategy(RanksStrategy):
         self.local_steps = LocalSteps()
         self.limits = TrainerLimits()
         self.round: Round | None = None  # the one at hand; None before a fit
-        self.shows_client = False  # whether the module is a client's model: see `client_model`
         self.clients_at_once = 1
         self.why_one_at_a_time: str | None = None
         self._seed = seed

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import lightning.pytorch as L
+import numpy as np
 
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import SetsEpochs, overrides
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 _UNSET = 1000  # what Lightning has made of `max_epochs=None` by now
 
@@ -66,3 +74,20 @@ class TrainerLimits:
     def batching(self, stream: FederatedStream) -> Batching:
         """How a client's samples become batches."""
         return Batching(stream.batch_size, stream.shuffle and not self.in_order, stream.drop_last, self.batches)
+
+
+def common_batches(federation: Federation) -> int:
+    """The batches of a client in a round where all clients have as many in all rounds."""
+    stream, strategy = federation.stream, federation.strategy
+    batching = strategy.limits.batching(stream)
+    sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows)])
+    counts = np.unique(batching.limited(batching.per_epoch(sizes) * strategy.local_epochs))
+    vary = [m for m in methods_of(federation.module.trainer) if isinstance(m, SetsEpochs) or overrides(m, "rehearse")]
+    if len(counts) == 1 and not vary:
+        return int(counts[0])
+    why = f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"
+    raise ValueError(
+        "Expected clients that have as many batches in every round where `configure_optimizers` asks for their number, "
+        f"as by `trainer.estimated_stepping_batches`, but {why}. Count rounds, `trainer.max_epochs`, in a schedule by "
+        "epoch."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,15 +13,12 @@ from torchmetrics import MeanSquaredError, Metric, R2Score
 
 from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import Rules
+from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.tasks.ridge import RidgeTask
 from lightning_fcl.tasks.ridge_targets import Numbers, OneHot, ReadoutTargets
-from lightning_fcl.tasks.ridge_trainer import ReservoirTrainer, Share
-
-if TYPE_CHECKING:
-    from lightning_fcl.methods.plasticity import IntrinsicPlasticity
-    from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.tasks.ridge_trainer import PlasticityRule, ReservoirTrainer, Share
 
 
 class ReservoirTask(RidgeTask):
@@ -47,7 +44,7 @@ class ReservoirTask(RidgeTask):
         self.reservoir = reservoir
         self.features = readout
         self.adapting = False
-        self.plasticity: IntrinsicPlasticity | None = None
+        self.plasticity: PlasticityRule | None = None
 
     @property
     def reductions(self) -> Rules:
@@ -114,7 +111,7 @@ class ReservoirTask(RidgeTask):
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD([self.reservoir.gain, self.reservoir.bias], lr=0.0)
 
-    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> ReservoirTrainer:
+    def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> ReservoirTrainer:
         super().local_trainer(federation, shaping)
         if federation.participation.may_miss:
             raise ValueError(

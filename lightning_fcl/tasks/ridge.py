@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -15,16 +15,13 @@ from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, reductions_of
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout, RandomFeatures, seen_features
 from lightning_fcl.models.ridge import GroupMoments, RidgeReadout, add_to_diagonal, packed
 from lightning_fcl.tasks.ridge_statistics import MOMENTS, SUMS, low_rank
 from lightning_fcl.tasks.ridge_targets import OneHot, ReadoutTargets
 from lightning_fcl.tasks.ridge_trainer import RidgeTrainer, Share
 from lightning_fcl.tasks.task import Task, embedding_body
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 class RidgeTask(Task):
@@ -198,7 +195,7 @@ class RidgeTask(Task):
 
     # What a federation asks for.
 
-    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> RidgeTrainer:
+    def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> RidgeTrainer:
         """The trainer of the readouts of many clients; what a federation cannot do with sums is refused."""
         name, strategy, rules = type(self).__name__, federation.strategy, federation.strategy.rules
         if strategy.local_epochs != 1:

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import TemporaryFolder, check_digest
 from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.methods.method import Method
+from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.running.parts import RecipeParts, with_checkpoint
 from lightning_fcl.zoo.entry import CONTINUE, Entry, read_files, read_folder
 from lightning_fcl.zoo.registry import folder_of
@@ -36,22 +38,31 @@ _PLAIN = "checkpoint"
 
 @dataclass
 class Continuation:
-    """A published network, ready to go on learning.
+    """A published network, ready to go on learning. The recipe's data are wanted for its ``trainer`` and ``stream``.
 
     Args:
-        trainer: A Trainer for as many rounds as the stream has. It writes nothing: add a logger or callbacks.
         module: The task, with the published server's state.
-        stream: The recipe's stream.
         checkpoint: Where the round, and all that the server held, are kept for `fit`.
         entry: What is said of it.
     """
 
-    trainer: L.Trainer
     module: L.LightningModule
-    stream: FederatedStream
     checkpoint: Path
     entry: Entry
+    _parts: RecipeParts = field(repr=False)
     _folder: TemporaryFolder = field(repr=False)
+
+    @cached_property
+    def trainer(self) -> L.Trainer:
+        """A Trainer for as many rounds as the stream has. It writes nothing: add a logger or callbacks."""
+        return self._parts.make_trainer()
+
+    @cached_property
+    def stream(self) -> FederatedStream:
+        """The recipe's stream, set up."""
+        self._parts.datamodule.setup("fit")
+        stream: FederatedStream = self._parts.datamodule
+        return stream
 
     @property
     def round(self) -> int:
@@ -63,7 +74,7 @@ class Continuation:
         self.trainer.fit(self.module, datamodule=self.stream, ckpt_path=str(self.checkpoint))
 
 
-def continue_from(name: str | Path, clients: str | Path | None = None) -> Continuation:
+def continue_from(name: str | Path, clients: str | Path | None = None, classes: int | None = None) -> Continuation:
     """Go on learning where a published network stopped.
 
     With what the clients have kept, `Continuation.fit` comes to the same bits as a run that was never stopped; without
@@ -75,11 +86,13 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
         name: As `lightning_fcl.zoo.load` takes it.
         clients: A checkpoint of the clients' own federation, of the same recipe and round, from which only what clients
             keep is taken; None: they begin anew.
+        classes: So many classes of one's own are to be learnt beside those of the entry: their labels come behind
+            these. Of a readout that is solved for; None: no more.
 
     Raises:
-        ValueError: If the entry cannot be continued, its recipe is not of this package, or the clients' checkpoint is
-            of another run.
-        FileNotFoundError: If a file is missing, or the data are not there.
+        ValueError: If the entry cannot be continued, or with no more classes, its recipe is not of this package, or the
+            clients' checkpoint is of another run.
+        FileNotFoundError: If a file is missing.
     """
     folder = folder_of(name, to_continue=True)
     entry, files = read_folder(folder), read_files(folder)
@@ -88,6 +101,14 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
             f"Expected a network that can go on learning but {entry.full_name} cannot: "
             f"{entry.recipe.get('ends', 'nothing to go on from was published')}."
         )
+    if classes is not None:
+        at_least(1, classes=classes)
+        if entry.outputs not in ("0/1", "-1/1"):
+            raise ValueError(
+                f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.outputs}, but got {classes}: "
+                "only a readout that is solved for learns more than it was made for. "
+                "`create_model(..., num_classes=...)` gives a new head."
+            )
     check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)
     _, kept = _federation(checkpoint)
@@ -99,13 +120,26 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
                 f"Expected `clients` of the published recipe, seed and data but {clients} is of others. Leave it out."
             )
         kept["clients"] = dict(own["clients"])
-    parts = recipe_parts(entry.recipe, entry.full_name)
-    trainer = parts.make_trainer()
+    state, over = checkpoint["state_dict"], tuple[str, ...]()
+    if classes is not None:  # its readout may have had more outputs than its data have classes
+        over = "--model.num_classes", str(max(len(state["readout.weight"]), len(entry.classes) + classes))
+    parts = recipe_parts(entry.recipe, entry.full_name, over)
+    state |= packaged_state(parts.model)
+    if classes is not None:
+        _add_classes(state, parts.model)
     module = with_checkpoint(parts, checkpoint).model
     temporary = TemporaryFolder("continue")
     path = temporary.path / "continue.ckpt"
     torch.save(checkpoint, path)
-    return Continuation(trainer, module, parts.datamodule, path, entry, temporary)
+    return Continuation(module, path, entry, parts, temporary)
+
+
+def _add_classes(state: dict[str, Tensor], module: L.LightningModule) -> None:
+    """Make a readout's state that of a module with more classes: zeros, as for classes that nobody has seen yet."""
+    for name, value in module.state_dict().items():
+        if (known := state[name]).shape != value.shape:
+            state[name] = torch.zeros_like(value)
+            state[name][tuple(map(slice, known.shape))] = known
 
 
 def continuation(checkpoint: Mapping[str, Any], parts: RecipeParts, first: bool) -> dict[str, Any] | str:
@@ -129,7 +163,9 @@ def continuation(checkpoint: Mapping[str, Any], parts: RecipeParts, first: bool)
         if not first:
             return "sums were published by this name before, and a difference of two may be a single client's"
     callbacks = {name: value for name, value in checkpoint["callbacks"].items() if name in methods}
-    return {**checkpoint, "callbacks": {key: {**kept, "clients": {}}, **callbacks}}
+    packaged = packaged_state(parts.model)
+    state = {name: value for name, value in checkpoint["state_dict"].items() if name not in packaged}
+    return {**checkpoint, "state_dict": state, "callbacks": {key: {**kept, "clients": {}}, **callbacks}}
 
 
 def continuation_bytes(content: Mapping[str, Any]) -> bytes:

@@ -80,7 +80,7 @@ def test_without_samples(fit, make_stream, make_task):
 
 
 def test_wrong_epochs():
-    message = "Expected `epochs` to be at least 1 but got 0. Leave the callback out instead."
+    message = "Expected `epochs` to be at least 1 but got 0."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Pretrain(0)
 

@@ -86,7 +86,7 @@ def test_lists_wait_for_no_torch():
         (["validate", "quickstar"], "Did you mean quickstart?"),
         (["test"], "Expected a checkpoint to test but got none. Name a run's folder"),
         (["test", "."], "Expected the folder of a run, with config.yaml and checkpoints, but got ."),
-        (["cp", "quickstart", "no/such/folder.yaml"], "Expected a file in a folder that is there but no/such is none"),
+        (["cp", "quickstart", "no/such/folder.yaml"], "Expected to write no/such/folder.yaml but got: "),
     ],
 )
 def test_a_mistake_and_its_remedy(words, message, error_of, tmp_path, monkeypatch):

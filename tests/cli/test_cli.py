@@ -199,12 +199,11 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, error_of, monkeypatch):
 
 
 def test_reproduce_names_what_is_wrong(error_of):
-    assert (
-        "Expected `paper` to be one of analytic, fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, frozen-lite0, "
-        "incfed, odfcl, ucihar-reservoir but got flwff" in error_of(["reproduce", "flwff"])
+    assert '"incfed", "odfcl" or "ucihar-reservoir" but got "flwff". Did you mean flwf?' in error_of(
+        ["reproduce", "flwff"]
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
-    assert "but got NoRow" in error_of(["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
+    assert 'but got "NoRow"' in error_of(["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
     assert "`workers` to be at least 1 but got 0" in error_of(["reproduce", "flwf", "--workers", "0"])
 
 

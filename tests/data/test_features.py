@@ -135,6 +135,17 @@ def test_what_is_cut_off_leaves_nothing(images, cache):
     assert len(prepared(*images, backbone).samples) == 100
 
 
+def test_a_first_run_reads_images_once(images):
+    """Others of the same backbone are read for their key, and then to embed them."""
+    x, y = images
+    backbone = Counted()
+    for pixels, times in ((x, 1), (x, 1), (x[::-1], 2)):
+        data = Augmented(pixels, y)
+        samples, data.reads = samples_of(data), 0
+        embedded(samples, backbone)
+        assert data.reads == times * len(x)
+
+
 def test_of_several_at_once_one_embeds(images):
     samples = FederatedStream.from_arrays(*images).data
     backbones = [Counted(seconds=0.01) for _ in range(3)]
@@ -150,12 +161,13 @@ class Augmented(Dataset):
     """Images with noise that is drawn anew each time."""
 
     def __init__(self, images, classes):
-        self.images, self.classes = images, classes
+        self.images, self.classes, self.reads = images, classes, 0
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, index):
+        self.reads += 1
         image = torch.from_numpy(self.images[index]) / 255
         return (image + 0.01 * torch.randn(image.shape)).clamp(0, 1), int(self.classes[index])
 
@@ -203,7 +215,7 @@ def test_a_data_module_that_changes_batches_is_refused(images):
             return [(batch[0] - 0.5) / 0.2, batch[1]]
 
     stream = FederatedStream(Normalises(*images), ClassIncremental(2), features=Counted())
-    with pytest.raises(ValueError, match="no `on_after_batch_transfer` of Normalises with `features`"):
+    with pytest.raises(ValueError, match="for `features` but `Normalises` overrides `on_after_batch_transfer`"):
         stream.setup("fit")
 
 

@@ -287,23 +287,25 @@ def test_seeds(monkeypatch):
         ),
         (
             lambda: FederatedStream(partition="fair"),
-            'Expected `partition` to be one of Natural, IID, Dirichlet, Shards, ClassSubsets but got "fair".',
+            "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards, ClassSubsets, or one of these "
+            'names, but got "fair".',
         ),
         (
             lambda: FederatedStream(scenario="class-incrementall"),
-            "Expected `scenario` to be one of ClassIncremental, DomainIncremental, Stationary, Blurry, GrowingClasses, "
-            "Online, Staggered, FedViTScenario, FLwFScenario, ODFCLScenario "
+            "Expected `scenario` to be an object of ClassIncremental, DomainIncremental, Stationary, Blurry, "
+            "GrowingClasses, Online, Staggered, FedViTScenario, FLwFScenario, ODFCLScenario, or one of these names, "
             'but got "class-incrementall". Did you mean ClassIncremental?',
         ),
         (
             lambda: FederatedStream(scenario=""),
-            "Expected `scenario` to be one of ClassIncremental, DomainIncremental, Stationary, Blurry, GrowingClasses, "
-            'Online, Staggered, FedViTScenario, FLwFScenario, ODFCLScenario but got "".',
+            "Expected `scenario` to be an object of ClassIncremental, DomainIncremental, Stationary, Blurry, "
+            "GrowingClasses, Online, Staggered, FedViTScenario, FLwFScenario, ODFCLScenario, or one of these names, "
+            'but got "".',
         ),
         (
             lambda: FederatedStream(partition="IDD"),
-            'Expected `partition` to be one of Natural, IID, Dirichlet, Shards, ClassSubsets but got "IDD". Did you '
-            "mean IID?",
+            "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards, ClassSubsets, or one of these "
+            'names, but got "IDD". Did you mean IID?',
         ),
         (
             lambda: FederatedStream(split=Split(test="offical")).setup("fit"),
@@ -370,7 +372,7 @@ def test_arguments_of_another_kind(options, message):
     [
         (
             {"partition": IID(0)},
-            "Expected `clients` to be between 1 and 1438, the number of samples, but got 0. Take fewer clients.",
+            "Expected `clients` to be between 1 and 1438 but got 0.",
         ),
         (
             {"partition": "natural"},
@@ -388,7 +390,7 @@ def test_arguments_of_another_kind(options, message):
         ({"split": Split(1.0)}, "Expected the fraction of a split to be at least 0 and below 1 but got 1.0."),
         (
             {"scenario": ClassIncremental(3)},
-            "Expected `experiences` to divide the number of classes, 10, but got 3.",
+            "Expected `experiences` to divide, or to add up to, the number of classes, 10, but got 3.",
         ),
     ],
 )

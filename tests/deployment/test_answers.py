@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.answers import Limits, by_normal, greeting_of, upload_of
+from lightning_fcl.deployment.answers import Limits, greeting_of, upload_of
 from lightning_fcl.deployment.link import sealed_of
 from lightning_fcl.deployment.messages import Parcel, RefusedError, Sealed, array_of, changes, reason_of
-from lightning_fcl.deployment.node import own_folder
 from lightning_fcl.federation.aggregation import BUILT_IN
 
 from .lies import HELLOS, KINDS, Message, numbers, saying
@@ -66,7 +65,7 @@ def test_a_lie_is_refused_by_name(kind):
     assert len(said) <= 500 and said.isprintable()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HELLOS if "is there" not in kind and "another's" not in kind])
+@pytest.mark.parametrize("kind", [kind for kind in HELLOS if "is there" not in kind])
 def test_a_hello_that_lies_is_not_welcome(kind):
     change, message = HELLOS[kind]
     honest = Message.of(Parcel({"client": "1", "version": __version__, "recipe": "r", "samples": 12, "held": ""}))
@@ -152,14 +151,3 @@ def test_a_reason_is_a_line_that_can_be_kept():
     assert reason_of("x" * 501) == "x" * 497 + "..."
     assert reason_of("a\nb\x00\ud800\u202e") == "a b   "
     assert greeting_of(Sealed(failed="y" * 10**6), "").fault == reason_of("y" * 501)
-
-
-def test_names_that_are_one_once_unicode_is_normalised_are_refused(tmp_path):
-    assert by_normal(["a", "b"]) == {"a": "a", "b": "b"}
-    with pytest.raises(ValueError, match="Expected clients with names of their own"):
-        by_normal(["caf\u00e9", "cafe\u0301"])
-    own_folder(tmp_path, "f", "caf\u00e9").mkdir(parents=True)
-    assert own_folder(tmp_path, "f", "caf\u00e9").is_dir()
-    for names in (("f", "cafe\u0301"), ("\uff46", "caf\u00e9")):
-        with pytest.raises(RefusedError, match="the same once Unicode is normalised"):
-            own_folder(tmp_path, *names)

@@ -176,7 +176,7 @@ def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp
     words = ["deploy", "flower", "quickstart", "--out", str(tmp_path / "app")]
     swarm = ["--trainer.strategy.swarm", "lightning_fcl.federation.swarm.Swarm"]
     assert "Expected no `swarm` in a deployment" in error_of([*words, *swarm])
-    for name in ("FedViT", "FedDyn", "FedNova"):
+    for name in ("FedViT", "FedCBDR", "Unlearning"):
         looks = ["--trainer.callbacks", f"lightning_fcl.callbacks.{name}"]
         assert "only a simulation can" in error_of([*words, *looks])
     (tmp_path / "mine").mkdir()

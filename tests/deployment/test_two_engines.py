@@ -51,6 +51,15 @@ RESERVOIR = {
     },
 }
 
+LORA = {
+    "class_path": "lightning_fcl.models.LoRA",
+    "init_args": {
+        "net": {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 16, 10]}},
+        "rank": 2,
+        "head": "3.*",
+    },
+}
+
 OWN_HEAD = {"model.3.*": "none"}
 
 CASES = {
@@ -79,6 +88,18 @@ CASES = {
         "trainer": {"strategy": strategy(client_weights="uniform", participation=3), "callbacks": [method("SCAFFOLD")]}
     },
     "personal models": {"trainer": {"callbacks": [method("Ditto"), method("SI"), method("MOON"), method("FedNTD")]}},
+    "moved by the server": {
+        "trainer": {"strategy": strategy(client_weights="uniform"), "callbacks": [method("FedDyn")]}
+    },
+    "steps of all alike": {"trainer": {"callbacks": [method("FedNova")]}},
+    "updates in subspaces": {"trainer": {"callbacks": [method("FOT", eps=0.8)]}},
+    "layers by least squares": {"trainer": {"callbacks": [method("RegMean", alpha=0.5)]}},
+    "a head on drawn features": {"trainer": {"callbacks": [method("CCVR", samples=20)]}},
+    "a head by ridge regression": {"trainer": {"callbacks": [method("Fed3R")]}},
+    "factors in turn": {
+        "model": {"init_args": {"model": LORA}},
+        "trainer": {"callbacks": [method("LoRM", alpha=0.5)]},
+    },
     "projection, accumulation and clipping": {
         "trainer": {"callbacks": [method("GEM", max_size=20)], "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     },
@@ -103,6 +124,16 @@ CASES = {
             "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
         },
     },
+    "plasticity of a reservoir": {
+        "model": RESERVOIR,
+        "trainer": {"callbacks": [method("IntrinsicPlasticity", eta=0.05, min_gain=0.99)]},
+        "data": {
+            "data": {"class_path": "waves.Waves"},
+            "shuffle": True,
+            "drop_last": False,
+            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2, "rounds_per_experience": 2}},
+        },
+    },
     "weights of a reservoir": {
         "model": {**RESERVOIR, "init_args": {**RESERVOIR["init_args"], "share": "weights"}},
         "data": {
@@ -124,7 +155,14 @@ def waves(tmp_path, monkeypatch):
     sys.modules.pop("waves", None)
 
 
-FAST = ["distillation and replay", "own head", "compression", "prototypes", "sums of a reservoir"]
+FAST = [
+    "updates in subspaces",
+    "distillation and replay",
+    "own head",
+    "compression",
+    "prototypes",
+    "sums of a reservoir",
+]
 
 
 @pytest.mark.seconds
@@ -137,9 +175,11 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
     deployed = one.serve(wire([one.node(client) for client in one.clients]), clients_at_least=len(one.clients))
     assert simulated.trainer.current_epoch == deployed.trainer.current_epoch > 1
     assert same(simulated.model, deployed.model)
+    kept, also = (fit.trainer.strategy.server.extra for fit in (simulated, deployed))
+    assert kept.keys() == also.keys() and all(torch.equal(value, also[name]) for name, value in kept.items())
     there, here = (record_of(fit)["rounds"] for fit in (simulated, deployed))
     assert [one["skipped"] for one in there] == [one["skipped"] for one in here]
-    assert [one["correct"]["server"] for one in there] == [one["correct"]["server"] for one in here]
+    assert [one["correct"].get("server") for one in there] == [one["correct"].get("server") for one in here]
     assert [one["dropped"] for one in here] == [{}] * len(here)
     assert [sorted(one["upload_bytes"]) for one in there] == [sorted(one["upload_bytes"]) for one in here]
     for client in one.clients:

@@ -79,6 +79,7 @@ METHODS = {
     "RegMean": lambda: [RegMean(0.5)],
     "CCVR": lambda: [CCVR(samples=20)],
     "FedCBDR": lambda: [FedCBDR(30)],
+    "FedCBDR, old and new apart": lambda: [FedCBDR(30, 0.9, 1.1, 1.1, 0.9)],
     "Re-Fed": lambda: [ReFed(9)],
     "GLFC, beside exemplars": lambda: [GLFC(0.5), Replay(9, "class-balanced", "round")],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],

@@ -18,7 +18,7 @@ WRONG = {
         "batch_size": 0,
         "max_size": 1.5,
     },
-    "CCVR": {"covariance": "none", "samples": 0, "epochs": 0, "learning_rate": 0.0},
+    "CCVR": {"covariance": "none", "samples": 0, "epochs": 0, "learning_rate": 0.0, "logit_norm": 0.0},
     "DERpp": {"max_size": 0, "alpha": -1.0, "batch_size": 0},
     "DyToxTraining": {
         "max_size": -1,
@@ -31,7 +31,7 @@ WRONG = {
     "EWC": {"strength": -1, "decay": 1.5},
     "FedDyn": {"alpha": -0.1},
     "FOT": {"eps": 0.0},
-    "FedCBDR": {"max_size": 0},
+    "FedCBDR": {"max_size": 0, "old_temperature": 0, "new_temperature": 0, "old_weight": -1, "new_weight": -1},
     "FedKNOW": {"temperature": 0, "tune_epochs": -1, "rho": 2},
     "FedNTD": {"beta": -1.0, "temperature": 0.0},
     "FedProto": {"predict": "heat"},

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import CCVR, ContinualMetrics
-from lightning_fcl.methods.ccvr import draw_gaussian, gaussian
+from lightning_fcl.methods.ccvr import decoupled_logits, draw_gaussian, gaussian
 from lightning_fcl.methods.fed3r import last_layer
 from lightning_fcl.models import MLP
 
@@ -92,10 +92,10 @@ def test_only_an_experiences_last_round_calibrates_and_classes_to_come_stay(fit,
 
     class Heads(Callback):
         def on_round_end(self, trainer, pl_module):
-            heads.append(last_layer(pl_module).weight.detach().clone())
+            heads.append(pl_module.state_dict()[last_layer(pl_module)[0]].clone())
 
     task = make_task(still)
-    begun = last_layer(task).weight.detach().clone()
+    begun = task.state_dict()[last_layer(task)[0]].clone()
     fit(task, make_stream(rounds_per_experience=2), [CCVR(), Heads(), metrics])
     assert torch.equal(heads[0], begun) and torch.equal(heads[2], heads[1])
     assert torch.equal(heads[1][2:], begun[2:]) and not torch.equal(heads[1][:2], begun[:2])
@@ -116,3 +116,26 @@ def test_refused(fit, make_stream, make_task, train, samples):
     without[-1] = torch.nn.Linear(5, 4, bias=False)
     with pytest.raises(ValueError, match=r"Expected a module whose last layer is an `nn\.Linear` with a bias"):
         fit(make_task(model=without), make_stream(), [CCVR()])
+
+
+def test_decoupled_logits_have_one_mean_norm_over_tasks_whatever_a_class_s_weights_are():
+    generator, task = torch.Generator().manual_seed(0), torch.tensor([1, 2, 1, 2, 3])
+    logits = torch.randn(7, 5, generator=generator).double()
+    found = decoupled_logits(logits, task, 0.1)
+    norms = torch.stack([found[:, task == number].norm(dim=1) for number in (1, 2, 3)]).mean(dim=0)
+    torch.testing.assert_close(norms, torch.full((7,), 10.0).double())
+    torch.testing.assert_close(found / found[:, :1], logits / logits[:, :1])  # none moves against another
+    torch.testing.assert_close(decoupled_logits(40 * logits, task, 0.1), found)
+    torch.testing.assert_close(decoupled_logits(logits, 0 * task, 0.1).norm(dim=1), norms)  # of one task
+
+
+@pytest.mark.seconds
+def test_classes_are_of_the_task_in_which_they_came(fit, make_stream, make_task, assert_resumes):
+    found = []
+    for seed in range(3):
+        task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
+        trainer = fit(task, stream, [CCVR(learning_rate=0.1, epochs=20, logit_norm=0.3)])
+        assert trainer.strategy.server.kept_for("CCVR")["task"].tolist() == [1, 1, 2, 2]
+        found.append(accuracy(task, stream))
+    assert sum(found) / 3 > 0.7, found  # chance is 0.25
+    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: CCVR(samples=20, logit_norm=0.1))

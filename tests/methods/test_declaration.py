@@ -18,7 +18,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import Recalled, check_compatible, compose, methods_of
-from lightning_fcl.methods.declaration import Declaration, Needs, overrides, shapes_loss
+from lightning_fcl.methods.declaration import Declaration, Needs, overrides, remembers, shapes_loss
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Freezer, Step, matches
 from lightning_fcl.randomness import keys_of, numbers
@@ -132,14 +132,14 @@ def test_a_part_is_a_pattern_or_all_others_or_several():
 def test_who_uses_a_method():
     balanced = ClientRound("a", 0, labels=torch.tensor([0, 1]), num_classes=2)
     one_class = ClientRound("b", 0, labels=torch.tensor([0, 0]), num_classes=2)
-    for clients, uses, remembers in (
+    for clients, uses, keeps in (
         ("all", (True, True), (True, True)),
         ("unbalanced", (False, True), (True, True)),
         (["a"], (True, False), (True, False)),
     ):
         method = Method(clients)
         assert (method.applies_to(balanced), method.applies_to(one_class)) == uses
-        assert (method.remembers(balanced), method.remembers(one_class)) == remembers
+        assert (remembers(method, balanced), remembers(method, one_class)) == keeps
     with pytest.raises(
         ValueError, match='Expected `clients` to be "all", "unbalanced" or a list of ids but got `some`'
     ):

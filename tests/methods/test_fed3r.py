@@ -27,8 +27,8 @@ def ridge(features, labels, classes, beta):
 
 
 def layer_of(task):
-    layer = last_layer(task)
-    return torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach().clone()
+    weight, bias = (task.state_dict()[name] for name in last_layer(task))
+    return torch.cat([weight, bias[:, None]], dim=1)
 
 
 def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):

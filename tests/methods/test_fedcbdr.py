@@ -1,14 +1,20 @@
 """FedCBDR: leverage scores among all clients' samples, and what is kept by them."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedCBDR
+from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.fedcbdr import leverage
+from lightning_fcl.methods.step import Step
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding
@@ -121,10 +127,35 @@ def test_remembered_samples_are_trained_on_and_only_sums_travel(fit, make_stream
         assert second - first == 8 * 16 * 16
 
 
+def test_old_and_new_classes_have_temperatures_and_weights_of_their_own():
+    generator, y = torch.Generator().manual_seed(0), torch.tensor([0, 3, 1, 2])
+    z, w = torch.randn(4, 4, generator=generator).double(), torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
+    method = FedCBDR(20, old_temperature=0.5, new_temperature=2.0, old_weight=3.0, new_weight=0.25)
+    client = Client(part=ClientRound("a", round=2, num_classes=4, new_classes=(2, 3), old_classes=(0, 1)))
+    client.memory = method.on_download(client)
+    step = Step({}, {}, z, z, lambda state, x: x, weight=w, y=y)
+    scaled = z * torch.tensor([2.0, 2.0, 0.5, 0.5])
+    log_p = (scaled - scaled.logsumexp(dim=1, keepdim=True))[torch.arange(4), y]
+    wanted = -(w * torch.tensor([3.0, 0.25, 3.0, 0.25]) * log_p).sum()
+    torch.testing.assert_close(
+        (w * F.cross_entropy(z, y, reduction="none")).sum() + method.penalty(client, step), wanted
+    )
+    assert FedCBDR(20).penalty(client, step) == 0.0
+
+
+@pytest.mark.parametrize("cohort_size", [1, 3])
+def test_equal_weights_are_a_learning_rate(fit, make_stream, make_task, assert_same, cohort_size):
+    tasks = [wide(make_task, partial(torch.optim.SGD, lr=rate)) for rate in (0.1, 0.05)]
+    for task, weight in zip(tasks, (1.0, 2.0), strict=True):
+        method = FedCBDR(20, old_weight=weight, new_weight=weight)
+        fit(task, make_stream(rounds_per_experience=2), [method], cohort_size=cohort_size)
+    assert_same(*tasks, 1e-5)
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_resumed_is_uninterrupted(assert_resumes, make_task, store):
-    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: FedCBDR(20), client_store=store)
+    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: FedCBDR(20, 0.9, 1.1, 1.1, 0.9), client_store=store)
 
 
 def test_refused(train, make_task, samples):

@@ -106,7 +106,7 @@ def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, 
         with pytest.raises(ValueError, match=message):
             fit(make_task(), make_stream(), [FedDyn()], **options)
     for other in (FedNova(), FOT(), RegMean()):
-        with pytest.raises(ValueError, match=r"for `FedDyn`, .* but got another that does, too"):
+        with pytest.raises(ValueError, match=rf"for `{type(other).__name__}`, .* but got `FedDyn` before it"):
             fit(make_task(), make_stream(), [FedDyn(), other], **UNIFORM)
     for head in (CCVR(), Fed3R()):
         with pytest.raises(ValueError, match=rf"for `FedDyn`, .* but got `{type(head).__name__}` before it"):

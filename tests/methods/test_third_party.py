@@ -2,9 +2,11 @@
 
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.func import functional_call, grad, vmap
 
 from lightning_fcl import methods
@@ -80,11 +82,25 @@ class Scaffold(Method):
         return self.contribute(client, own, data)
 
 
-@pytest.mark.parametrize("kind", [Prox, Consolidation, Scaffold])
+class Momentum(Method):
+    """FedAvgM, Hsu et al. 2019: the server goes on where it was going."""
+
+    needs, reductions = Needs(federation="it has no server"), {"*": "fixed"}
+
+    def server_state(self, module):
+        return {name: torch.zeros_like(value) for name, value in module.named_parameters()}
+
+    def server_turn(self, server):
+        for name, velocity in server.kept.items():
+            server.kept[name] = 0.9 * velocity + server.begun[name] - server.state[name]
+        return {name: server.begun[name] - 0.5 * velocity for name, velocity in server.kept.items()}
+
+
+@pytest.mark.parametrize("kind", [Prox, Consolidation, Scaffold, Momentum])
 def test_it_is_short_and_needs_nothing_else(kind):
     lines = [line for line in inspect.getsource(kind).splitlines() if line.strip()]
     assert len(lines) <= 30
-    assert {"Method", "Step", "Client", "Needs", "section", "remember", "flatten"} <= {*dir(methods)}
+    assert {"Method", "Step", "Client", "Server", "Needs", "section", "remember", "flatten"} <= {*dir(methods)}
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -174,3 +190,50 @@ def test_memories_that_a_step_would_see_of_some_clients_only_are_refused(fit, ma
     with pytest.raises(ValueError, match=r"`own\.model\.1\.bias` differs between client \d and client \d"):
         fit(make_task(), make_stream(), [Later()], cohort_size=3)
     fit(make_task(), make_stream(), [Later()], cohort_size=1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_turn_of_the_server_is_an_optimizer_s_step(fit, make_stream, make_task, assert_same, size):
+    tasks = [make_task() for _ in range(2)]
+    fit(tasks[0], make_stream(), [Momentum()], cohort_size=size)
+    momentum = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    fit(tasks[1], make_stream(), cohort_size=size, server_optimizer=momentum)
+    assert_same(*tasks, 1e-6)
+
+
+def test_the_turns_of_methods_follow_each_other_before_anybody_looks(fit, make_stream, make_task):
+    """Each begins where the one before has come to; with nobody's upload the server has no turn."""
+    seen, turns = [], []
+
+    class Ends(Callback):
+        def on_round_end(self, trainer, pl_module):
+            seen.append(next(pl_module.parameters()).detach().clone())
+
+    class First(Method):
+        def server_turn(self, server):
+            turns.append(type(self).__name__)
+            self.given = next(iter(server.state.values())).detach().clone()
+            return {next(iter(server.state)): self.given + 1}
+
+    class Second(First):
+        pass
+
+    class Undrawn(Method):
+        ends_undrawn = True
+
+        def end_round(self, client, own, data):
+            if not client.part.drawn:
+                seen.append(next(iter(own.values())).detach().clone())
+            return {}
+
+    first, second = First(), Second()
+    fit(make_task(), make_stream(experiences=1), [Ends(), first, second, Undrawn()], participation=1)
+    assert turns == ["First", "Second"] and torch.equal(second.given, first.given + 1)
+    assert len(seen) == 3 and all(torch.equal(one, second.given + 1) for one in seen)
+
+    class NaN(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            next(pl_module.parameters()).data.fill_(torch.nan)
+
+    fit(make_task(), make_stream(experiences=1), [NaN(), First()], on_unusable_round="warn", cohort_size=1)
+    assert turns == ["First", "Second"]

@@ -1,7 +1,7 @@
 """Public data sets as plain arrays: one module a data set, each reading the layouts that people have on disk.
 
-A module of this package offers its `Source` as ``SOURCE`` and ``load(root, **options)``, and has its name in the list
-below. The modules are imported when they are asked for, and import no more than NumPy.
+A module of this package offers its `Source`, of ``sources.yaml``, as ``SOURCE``, and ``load(root, **options)``. The
+modules are imported when they are asked for, and import no more than NumPy.
 """
 
 import importlib
@@ -18,10 +18,7 @@ from lightning_fcl.hub.source import Source, data_root
 
 __all__ = ["Arrays", "check", "data_root", "describe", "fetch", "load"]
 
-_NAMES = (
-    *("cifar100", "core50", "digits", "fc100", "hhar", "lfw"),
-    *("miniimagenet", "orl", "tinyimagenet", "ucihar", "wesad"),
-)
+SOURCES = Source.read(Path(__file__).with_name("sources.yaml"))
 
 
 def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
@@ -60,7 +57,7 @@ def describe() -> list[Source]:
         >>> [source.name for source in describe()][:6]
         ['cifar100', 'core50', 'digits', 'fc100', 'hhar', 'lfw']
     """
-    return [_module(name).SOURCE for name in _NAMES]
+    return [*SOURCES.values()]
 
 
 def check(name: str, root: str | Path | None = None) -> str:
@@ -92,8 +89,8 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
 
 
 def _module(name: str) -> ModuleType:
-    if name not in _NAMES:
-        known = ", ".join(f"`{entry}`" for entry in _NAMES)
-        hint = did_you_mean(name.lower(), _NAMES, cutoff=0.5) or " Choose one of these."
+    if name not in SOURCES:
+        known = ", ".join(f"`{entry}`" for entry in SOURCES)
+        hint = did_you_mean(name.lower(), SOURCES, cutoff=0.5) or " Choose one of these."
         raise ValueError(f"Expected the name of a data set, one of {known}, but got {name!r}.{hint}")
     return importlib.import_module(f"{__name__}.{name}")

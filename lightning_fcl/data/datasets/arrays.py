@@ -52,28 +52,25 @@ class Arrays:
     measurement: Measurement | None = None
 
     def __post_init__(self) -> None:
-        pixels = self.mean is not None or self.std is not None
-        _require_dtype("x", self.x, np.uint8 if pixels else np.float32)
-        _require_dtype("y", self.y, np.int64)
-        if self.x.ndim < 1 or len(self.x) == 0:
+        pixels, size = self.mean is not None or self.std is not None, len(self.x) if np.ndim(self.x) else 0
+        if not size:
             raise ValueError(
                 f"Expected `x` to hold at least one sample but got shape {self.x.shape}. Check that the files are not "
                 "empty."
             )
-        columns = {"y": self.y, "client": self.client, "official_test": self.official_test, "group": self.group}
-        for name, column in columns.items():
-            if column is not None and column.shape != (len(self.x),):
+        kinds = {"x": "uint8" if pixels else "float32", "y": "int64", "official_test": "bool"}
+        kinds |= {"mean": "float32", "std": "float32", "client": "integers or text", "group": "integers or text"}
+        for name, kind in kinds.items():
+            column = vars(self)[name]
+            if column is None:
+                continue
+            fits = column.dtype.kind in "iuU" if kind == "integers or text" else column.dtype == kind
+            each = "" if name in ("x", "mean", "std") else f", one entry for each of {size} samples,"
+            if not fits or (each and column.shape != (size,)):
                 raise ValueError(
-                    f"Expected `{name}` to have shape ({len(self.x)},), one entry per sample of `x`, but got "
-                    f"{column.shape}. Read both from the same files."
+                    f"Expected `{name}` to hold {kind}{each} but got {column.dtype} of shape {column.shape}. Convert "
+                    "it, or read it from the same files as `x`."
                 )
-            if name in ("client", "group") and column is not None and column.dtype.kind not in "iuU":
-                raise ValueError(
-                    f"Expected `{name}` to hold integers or strings but got dtype {column.dtype}. "
-                    f"Convert it, for example with `{name}.astype(str)`."
-                )
-        if self.official_test is not None:
-            _require_dtype("official_test", self.official_test, np.bool_)
         wrong = np.flatnonzero((self.y < 0) | (self.y >= len(self.classes)))
         if wrong.size:
             raise ValueError(
@@ -83,8 +80,14 @@ class Arrays:
             )
         if pixels:
             _require_scale(self.mean, self.std, self.x.shape[1:])
-        else:
-            _require_finite(self.x)
+        # Piece by piece: one truth value for each number of a large data set is a fourth of its memory.
+        elif not all(np.isfinite(self.x[n : n + _PIECE]).all() for n in range(0, len(self.x), _PIECE)):
+            per_sample = (~np.isfinite(self.x)).reshape(size, -1).sum(axis=1)
+            bad = np.flatnonzero(per_sample)
+            raise ValueError(
+                f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {self.x[0].size} in "
+                f"sample {bad[0]} ({bad.size} of {size} samples have such values). Mend or drop these samples first."
+            )
 
     def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
         """Samples as models take them, float32: pixels normalised, all others as they are."""
@@ -92,32 +95,10 @@ class Arrays:
         return chosen if self.mean is None or self.std is None else (chosen - self.mean) / self.std
 
 
-def _require_dtype(name: str, values: NDArray[Any], dtype: type[np.generic]) -> None:
-    if values.dtype != dtype:
-        wanted = np.dtype(dtype).name
-        raise ValueError(
-            f"Expected `{name}` to have dtype {wanted} but got {values.dtype}. Convert it with "
-            f"`{name}.astype(np.{wanted})`."
-        )
-
-
-def _require_finite(x: NDArray[np.float32]) -> None:
-    # Piece by piece: one truth value for each number of a large data set is a fourth of its memory.
-    if all(np.isfinite(x[first : first + _PIECE]).all() for first in range(0, len(x), _PIECE)):
-        return
-    per_sample = (~np.isfinite(x)).reshape(len(x), -1).sum(axis=1)
-    bad = np.flatnonzero(per_sample)
-    raise ValueError(
-        f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {x[0].size} in sample "
-        f"{bad[0]} ({bad.size} of {len(x)} samples have such values). Mend or drop these samples first."
-    )
-
-
 def _require_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tuple[int, ...]) -> None:
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
             raise ValueError(f"Expected `mean` and `std` but got no `{name}`. Pass both, or neither.")
-        _require_dtype(name, values, np.float32)
         broadcasts = values.ndim == len(shape) and all(n in (1, m) for n, m in zip(values.shape, shape, strict=True))
         if not broadcasts or not np.isfinite(values).all() or (name == "std" and values.min() <= 0):
             raise ValueError(

@@ -7,34 +7,17 @@ they name.
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, resize_all
 from lightning_fcl.data.datasets.pickles import pickled_array, read_pickle
 from lightning_fcl.hub.reading import ensure, reading
-from lightning_fcl.hub.source import Layout, Source
 
-SOURCE = Source(
-    name="cifar100",
-    title="CIFAR-100",
-    content="60000 photographs of 100 classes, 32 x 32; 500 of each to train, 100 to test",
-    licence="none stated; the author asks for citation",
-    citation="Krizhevsky: Learning multiple layers of features from tiny images. University of Toronto, 2009",
-    url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-    # Of 169,001,437 bytes. Keras publishes this digest in keras/src/datasets/cifar100.py.
-    digest="85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
-    size="169 MB",
-    archive="cifar100/cifar-100-python.tar.gz",
-    folder="cifar-100-python",
-    layouts=(
-        Layout("pickles", ("cifar100/cifar-100-python", "cifar-100-python", "cifar100", "."), signs=("meta|train",)),
-    ),
-    holds="`cifar-100-python` with its files `train`, `test` and `meta`",
-)
+SOURCE = SOURCES["cifar100"]
 
 # As torchvision publishes them in torchvision/datasets/cifar.py.
 MD5 = {
@@ -59,7 +42,14 @@ def read_images(
     folder: Path, size: int
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.int64]], dict[str, tuple[str, ...]], NDArray[np.bool_]]:
     """The images; their fine and coarse labels; the names of these; and which are tests."""
-    meta, *parts = (_content(folder / name) for name in MD5)
+    contents = []
+    for name, digest in MD5.items():
+        path = folder / name
+        with reading(path, "to be the published file", SOURCE.remedy), path.open("rb") as file:
+            found = hashlib.file_digest(file, "md5").hexdigest()
+            ensure(found == digest, f"one of MD5 {found}")
+        contents.append(read_pickle(path, SOURCE.remedy))
+    meta, *parts = contents
     # A row of the file holds all of red, then green, then blue.
     pixels = np.concatenate([pickled_array(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
     labels = {kind: np.concatenate([part[f"{kind}_labels"] for part in parts]) for kind in ("fine", "coarse")}
@@ -68,10 +58,3 @@ def read_images(
     if size != 32:
         pixels = resize_all((image.transpose(1, 2, 0) for image in pixels), len(pixels), size)
     return pixels, labels, names, test
-
-
-def _content(path: Path) -> Any:
-    with reading(path, "to be the published file", SOURCE.remedy), path.open("rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
-        ensure(found == MD5[path.name], f"one of MD5 {found}")
-    return read_pickle(path, SOURCE.remedy)

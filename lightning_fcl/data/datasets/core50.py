@@ -10,34 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import check_flag, numbered_paths
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all
-from lightning_fcl.hub.source import Layout, Source
 
 _FOLDERS = {"core50_128x128": 128, "core50_32x32": 32}
 
-SOURCE = Source(
-    name="core50",
-    title="CORe50",
-    content="164866 frames of videos of 50 objects in 11 sessions, 32 x 32 (the originals 128 x 128); 3 to test",
-    licence="CC BY 4.0",
-    citation="Lomonaco and Maltoni: CORe50: a new dataset and benchmark for continuous object recognition. CoRL 2017",
-    url="http://bias.csr.unibo.it/maltoni/download/core50/core50_128x128.zip",
-    # No SHA-256 is published; Avalanche, whose authors are the data set's, and others name this digest.
-    digest="md5:745f3373fed08d69343f1058ee559e13",
-    size="about 4 GB",
-    archive="core50/core50_128x128.zip",
-    folder="core50_128x128",
-    layouts=(
-        Layout(
-            "folders of frames",
-            tuple(place for name in _FOLDERS for place in (f"core50/{name}", name)),
-            signs=("s*/o*/",),
-        ),
-    ),
-    holds="`core50_128x128` or `core50_32x32`, as in `core50_128x128/s1/o1/C_01_01_000.png`",
-)
+SOURCE = SOURCES["core50"]
 
 _KINDS = (
     *("plug_adapter", "mobile_phone", "scissor", "light_bulb", "can"),

@@ -1,30 +1,23 @@
 """Handwritten digits of 8 x 8 pixels, bundled with scikit-learn: the data set that needs no download."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import at_least, require
 from lightning_fcl.hub.reading import reading
-from lightning_fcl.hub.source import Layout, Source
+from lightning_fcl.hub.source import Layout
 
 _SKLEARN = find_spec("sklearn")
 _PACKAGE = Path(_SKLEARN.origin).parent if _SKLEARN and _SKLEARN.origin else Path()
 
-SOURCE = Source(
-    name="digits",
-    title="the digits",
-    content="1797 handwritten digits of 8 x 8 pixels, 10 classes, no writers named",
-    licence="CC BY 4.0",
-    citation="Alpaydin and Kaynak: Optical Recognition of Handwritten Digits. UCI Machine Learning Repository, 1998",
-    url="",
-    size="bundled with scikit-learn",
-    layouts=(Layout("bundled with scikit-learn", (str(_PACKAGE / "datasets" / "data" / "digits.csv.gz"),)),),
-    by_hand="Run `pip install scikit-learn`, which brings them",
-)
+_LAYOUT = Layout("bundled with scikit-learn", (str(_PACKAGE / "datasets" / "data" / "digits.csv.gz"),))
+SOURCE = replace(SOURCES["digits"], layouts=(_LAYOUT,))
 
 
 def load(root: str | Path | None = None, permutations: int = 1) -> Arrays:

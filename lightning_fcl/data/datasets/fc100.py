@@ -4,23 +4,15 @@ Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-sh
 to train on, 4 for validation, 4 for tests. The images are those of CIFAR-100, whose own files are read.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from lightning_fcl.data.datasets import cifar100
+from lightning_fcl.data.datasets import SOURCES, cifar100
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs
 
-SOURCE = replace(
-    cifar100.SOURCE,
-    name="fc100",
-    content="CIFAR-100's 60000 photographs, 32 x 32, its 100 classes in the order of TADAM's split of 20 superclasses",
-    licence="none stated; the authors ask for citation",
-    citation="Oreshkin et al.: TADAM: task dependent adaptive metric for improved few-shot learning. NeurIPS 2018",
-    size="169 MB, CIFAR-100's",
-)
+SOURCE = SOURCES["fc100"]
 
 # The split of the authors' code, which names superclasses by their number: 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19 to
 # train on; 8, 11, 13, 16 for validation; 0, 7, 12, 14 for tests.

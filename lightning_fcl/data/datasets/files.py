@@ -5,14 +5,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile, ZipInfo
+from zipfile import ZipFile
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from lightning_fcl.hub.reading import AGAIN, check_members, check_size, reading
+from lightning_fcl.hub.reading import AGAIN, check_members, check_size, ensure, reading
 
+ANY = "..."
 Wanted = Mapping[str, tuple[str, tuple[int | str, ...]]]
 
 _CONTENTS = {"f": "floats", "iu": "integers", "biu": "integers", "iuf": "numbers", "U": "text", "pixels": "images"}
@@ -33,30 +34,27 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = AGAIN) -> dict[s
         check_members(archive, path.stat().st_size)
         found = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         for member in archive.infolist():  # lest one is overlooked: its name is compared with its other place
-            if member.comment:
-                raise BadZipFile(f"a comment to {member.filename}, which may be other members")
+            ensure(not member.comment, f"a comment to {member.filename}, which may be other members")
             archive.open(member).close()
-        return {name: _array(archive, found[name]) for name in names if name in found}
-
-
-def _array(archive: ZipFile, member: ZipInfo) -> NDArray[Any]:
-    with archive.open(member) as file:
-        shape, _, dtype = _HEADERS[npy.read_magic(file)](file, max_header_size=_HEADER)
-        size = math.prod(shape) * dtype.itemsize
-        fits = size + file.tell() == member.file_size and (size or shape[:1] == (0,))  # no bytes fit any number
-        if not fits and not dtype.hasobject:  # NumPy refuses objects by itself
-            raise ValueError(f"{dtype} of shape {shape} in the {member.file_size} bytes of {member.filename}")
-    with archive.open(member) as file:
-        array: NDArray[Any] = npy.read_array(file, allow_pickle=False)
-        file.read()  # the checksum is compared at the end
-    return array
+        arrays: dict[str, NDArray[Any]] = {}
+        for name in (name for name in names if name in found):
+            with archive.open(member := found[name]) as file:
+                shape, _, dtype = _HEADERS[npy.read_magic(file)](file, max_header_size=_HEADER)
+                size = math.prod(shape) * dtype.itemsize
+                fits = size + file.tell() == member.file_size and (size or shape[:1] == (0,))  # no bytes fit any number
+                there = f"{dtype} of shape {shape} in the {member.file_size} bytes of {member.filename}"
+                ensure(fits or dtype.hasobject, there)  # NumPy refuses objects by itself
+                file.seek(0)
+                arrays[name] = npy.read_array(file, allow_pickle=False)
+                file.read()  # the checksum is compared at the end
+        return arrays
 
 
 def read_npz(path: Path, wanted: Wanted, remedy: str = AGAIN) -> dict[str, NDArray[Any]]:
     """Arrays of an npz file, as `read_arrays` reads them, of the wanted kinds and shapes.
 
     For each name stand the kinds of dtype, as in `numpy.dtype.kind`, or "pixels" for images of uint8, at least one; and
-    the shape: sizes that have a name are free, but equal wherever they have the same name.
+    the shape: sizes that have a name are free, but equal wherever they have the same name, and `ANY` ends it anyhow.
     """
     arrays = read_arrays(path, wanted, remedy)
     if missing := [name for name in wanted if name not in arrays]:
@@ -70,6 +68,7 @@ def check_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], wanted: Wanted,
     sizes: dict[int | str, int] = {}
     for name, (kinds, shape) in wanted.items():
         found, dtype = arrays[name].shape, arrays[name].dtype
+        shape = (*shape[:-1], *found[len(shape) - 1 :]) if shape[-1:] == (ANY,) else shape
         for size, actual in zip(shape, found, strict=False):
             sizes.setdefault(size, size if isinstance(size, int) else actual)
         problem = ""

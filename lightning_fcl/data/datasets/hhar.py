@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import check_subset, in_range
 from lightning_fcl.data.datasets.measurement import Sensor
@@ -27,34 +28,13 @@ from lightning_fcl.data.datasets.series import (
 )
 from lightning_fcl.errors import one_of, require
 from lightning_fcl.hub.reading import check_size, reading
-from lightning_fcl.hub.source import Layout, Source
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_FOLDER = "Activity recognition exp"
 _SENSORS = ("accelerometer", "gyroscope")
 
-SOURCE = Source(
-    name="hhar",
-    title="the HHAR data",
-    content="accelerometer and gyroscope of phones and watches, 6 activities, 9 people, in chunks of 2 s",
-    licence="CC BY 4.0 (the authors ask for citation)",
-    citation="Stisen et al.: Smart devices are different (mobile sensing heterogeneities). SenSys 2015",
-    url="https://archive.ics.uci.edu/dataset/344/heterogeneity+activity+recognition",
-    size="0.8 GB, 3.4 GB unpacked",
-    by_hand=f"Download the archive by hand from {{url}} and unpack it, and `{_FOLDER}.zip` in it, so that "
-    f"{{root}}/hhar/{_FOLDER}/Phones_accelerometer.csv is there",
-    layouts=(
-        Layout(
-            "CSV files",
-            (f"hhar/{_FOLDER}", _FOLDER, "hhar", "."),
-            signs=("|".join(f"{kind}_{sensor}.csv" for kind in ("Phones", "Watch") for sensor in _SENSORS),),
-        ),
-        Layout("phone windows", ("hhar_phone/windows.npz", "windows.npz")),
-    ),
-    holds=f"`{_FOLDER}` or `hhar_phone`",
-)
+SOURCE = SOURCES["hhar"]
 
 # The models of De Caro et al. 2023 in the order of their experiences.
 DEVICES = ("nexus4", "s3", "s3mini", "lgwatch")
@@ -118,7 +98,17 @@ def load(
                     f"Expected `{name}` to be {wanted!r} but got {got!r}: {path} holds windows of one phone's "
                     "accelerometer that are scaled per user already. Use the publishers' CSV files."
                 )
-        return _from_windows(path, _WINDOW if chunk is None else chunk)
+        chunk = _WINDOW if chunk is None else chunk
+        arrays, chunks = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, SOURCE.remedy), _WINDOW // chunk
+        user = in_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", SOURCE.remedy)
+        with reading(path, "to hold windows of the six activities", SOURCE.remedy):
+            return Arrays(
+                x=arrays["X"].reshape(-1, chunk, 3),
+                y=arrays["y"].astype(np.int64).repeat(chunks),
+                client=np.array(_USERS)[user].repeat(chunks),
+                classes=_CLASSES,
+                measurement=measured_series(chunk, "user", _MEASURED["accelerometer"], None),
+            )
     chunk = 200 if chunk is None else chunk
     less = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
     remedy = f"Pass a smaller one, or check that the files hold {', '.join(models)}."
@@ -126,19 +116,6 @@ def load(
     data = chunked(recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy)
     sensors = [axis for name in _SENSORS for axis in _MEASURED[name]] if features == "raw" else []
     return replace(data, measurement=measured_series(chunk, normalize, sensors, _RATE))
-
-
-def _from_windows(path: Path, chunk: int) -> Arrays:
-    arrays = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, SOURCE.remedy)
-    user, chunks = in_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", SOURCE.remedy), _WINDOW // chunk
-    with reading(path, "to hold windows of the six activities", SOURCE.remedy):
-        return Arrays(
-            x=arrays["X"].reshape(-1, chunk, 3),
-            y=arrays["y"].astype(np.int64).repeat(chunks),
-            client=np.array(_USERS)[user].repeat(chunks),
-            classes=_CLASSES,
-            measurement=measured_series(chunk, "user", _MEASURED["accelerometer"], None),
-        )
 
 
 def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -30,7 +30,6 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _MODES = {"L": ("L", "RGB"), "RGB": ("L", "RGB", "CMYK")}
 # What people's own photographs are; others, such as EPS, would have another program called.
 _FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_STEP = 1024
 
 
 def check_photographs(size: int, normalize: str) -> None:
@@ -163,7 +162,12 @@ def photographs(
     that is constant is only centred.
     """
     if normalize == "channel":
-        mean, std = _channels(pixels if test is None or test.all() else pixels[~test])
+        of = pixels if test is None or test.all() else pixels[~test]
+        number, total = of.size // 3, of.sum(axis=(0, 2, 3), dtype=np.int64)
+        squares = np.einsum("nchw,nchw->c", of, of, dtype=np.int64)
+        # n^2 var = n sum(x^2) - (sum x)^2, exactly: whole numbers of Python have no largest one.
+        variance = [(number * int(s) - int(t) ** 2) / number**2 for s, t in zip(squares, total, strict=True)]
+        mean, std = total / number, np.where(np.sqrt(variance) > 0, np.sqrt(variance), 255.0)
     elif normalize == "imagenet":
         mean, std = (255 * np.array(values) for values in IMAGENET)
     else:
@@ -173,17 +177,3 @@ def photographs(
     colours = [(name, "of 255", 0.0, 255.0) for name in ("red", "green", "blue")]
     measurement = Measurement.of_sensors(colours, pixels.shape[1:], AXES, mean=told["mean"], std=told["std"])
     return Arrays(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)
-
-
-def _channels(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and deviation of each channel, from sums of whole numbers, which are exact."""
-    total, squares = np.zeros(3, np.int64), np.zeros(3, np.int64)
-    for first in range(0, len(pixels), _STEP):
-        part = pixels[first : first + _STEP].astype(np.int64)
-        total += part.sum(axis=(0, 2, 3))
-        squares += np.square(part).sum(axis=(0, 2, 3))
-    number = pixels.size // 3
-    # n^2 var = n sum(x^2) - (sum x)^2; whole numbers of Python have no largest one.
-    variance = [(number * int(s) - int(t) ** 2) / number**2 for s, t in zip(squares, total, strict=True)]
-    deviation = np.sqrt(variance)
-    return total / number, np.where(deviation > 0, deviation, 255.0)

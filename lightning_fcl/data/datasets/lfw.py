@@ -16,41 +16,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import check_whole, in_range, numbered_paths, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
-from lightning_fcl.hub.source import Layout, Source
 
-_NPZ = "min35_gray_64x48.npz"
 _NPZ_SHAPE = (64, 48)
 _NPZ_FACES = 35
 _SHAPE = (250, 250)
 _FACE = (slice(70, 195), slice(78, 172))
 
-SOURCE = Source(
-    name="lfw",
-    title="the LFW data",
-    content="13233 grey faces of 5749 people from press photographs, 64 x 48; 2053 of the 24 with 35 and more images",
-    licence="for research, with credit",
-    citation="Huang et al.: Labeled Faces in the Wild. University of Massachusetts, Amherst, TR 07-49, 2007",
-    # Place and digest of lfw-funneled.tgz as scikit-learn publishes them in sklearn/datasets/_lfw.py.
-    url="https://ndownloader.figshare.com/files/5976015",
-    digest="b47c8422c8cded889dc5a13418c4bc2abbda121092b3533a83306f90d900100a",
-    size="233 MB",
-    archive="lfw/lfw-funneled.tgz",
-    folder="lfw_funneled",
-    layouts=(
-        Layout(
-            "folders of images",
-            ("lfw/lfw", "lfw/lfw_funneled", "lfw", "lfw_funneled", "."),
-            signs=("*/*_[0-9][0-9][0-9][0-9].jpg",),
-            strictly=r"(.+)/\1_\d{4}\.jpg",
-        ),
-        Layout("npz file", (f"lfw/{_NPZ}", _NPZ)),
-    ),
-    holds="`lfw` or `lfw_funneled` with the people's folders, as in `lfw/Tony_Blair/Tony_Blair_0001.jpg`, or "
-    f"`lfw/{_NPZ}`",
-)
+SOURCE = SOURCES["lfw"]
 
 
 def load(

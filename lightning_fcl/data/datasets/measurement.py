@@ -93,11 +93,22 @@ class Measurement:
         given = [units] * len(self.units) if isinstance(units, str) else units
         if given is not None and tuple(given) != self.units:
             raise ValueError(f"Expected `units` to be {', '.join(self.units)} but got {units}. Convert the values.")
-        self._check_values(values)
-        if self.scaled_over == "data":
-            mean, std = (self._along(part) for part in (self.mean, self.std))
-            return scaled(values, mean, std)
+        if not np.isfinite(values).all():
+            wrong = int((~np.isfinite(values)).sum())
+            raise ValueError(f"Expected `x` to be finite but got {wrong} NaN or infinite values. Mend or drop them.")
         channel = self.axes.index("channel") + 1
+        for number, (name, unit) in enumerate(zip(self.channels, self.units, strict=True)):
+            of = np.take(values, number, axis=channel)
+            low, high = (bounds[number] if bounds else None for bounds in (self.low, self.high))
+            ends = of.min(), of.max()
+            if beyond := [v for v in ends if (low is not None and v < low) or (high is not None and v > high)]:
+                raise ValueError(
+                    f"Expected `x` to have values of {name} between {low} and {high}{unit and f' {unit}'} but got "
+                    f"{beyond[-1]}. Convert it."
+                )
+        if self.scaled_over == "data":
+            along = [-1 if axis == "channel" else 1 for axis in self.axes]
+            return scaled(values, np.array(self.mean).reshape(along), np.array(self.std).reshape(along))
         others = tuple(axis for axis in range(1, values.ndim) if axis != channel or self.scaled_over == "sample")
         if self.scaled_over == "sample":
             return z_score(values.astype(np.float64), others)
@@ -115,26 +126,9 @@ class Measurement:
         )
         of = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
         at = f" at {self.rate:g} Hz" if self.rate else ""
-        return f"{size}{at}: {names}; scaled by the mean and deviation of {of[self.scaled_over]}"
-
-    def _along(self, values: Sequence[float] | None) -> NDArray[np.float64]:
-        """A value of each channel, of a shape that broadcasts to a sample."""
-        return np.array(values).reshape([-1 if axis == "channel" else 1 for axis in self.axes])
-
-    def _check_values(self, values: NDArray[Any]) -> None:
-        if not np.isfinite(values).all():
-            wrong = int((~np.isfinite(values)).sum())
-            raise ValueError(f"Expected `x` to be finite but got {wrong} NaN or infinite values. Mend or drop them.")
-        for number, (name, unit) in enumerate(zip(self.channels, self.units, strict=True)):
-            of = np.take(values, number, axis=1 + self.axes.index("channel"))
-            low, high = (bounds[number] if bounds else None for bounds in (self.low, self.high))
-            ends = of.min(), of.max()
-            beyond = [v for v in ends if (low is not None and v < low) or (high is not None and v > high)]
-            if beyond:
-                raise ValueError(
-                    f"Expected `x` to have values of {name} between {low} and {high}{unit and f' {unit}'} but got "
-                    f"{beyond[-1]}. Convert it."
-                )
+        whole = not any(self.mean or (1,)) and self.std == self.high
+        scale = "to 0 to 1" if whole else f"by the mean and deviation of {of[self.scaled_over]}"
+        return f"{size}{at}: {names}; scaled {scale}"
 
 
 def z_score(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:

@@ -17,40 +17,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, read_lines, read_npz
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all_once
 from lightning_fcl.data.datasets.tinyimagenet import first_names, read_words
 from lightning_fcl.evaluation.inside import inside
-from lightning_fcl.hub.source import Layout, Source
 
 _LISTS = ("train.csv", "val.csv", "test.csv")
 _NEW = ("new_train.csv", "new_val.csv")
-_NPZ = "images.npz"
-_PLACES = ("miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet")
 
-SOURCE = Source(
-    name="miniimagenet",
-    title="MiniImageNet",
-    content="60000 photographs of 100 classes, 32 x 32 (the originals 84 x 84, or ImageNet's own sizes); 600 of each",
-    licence="non-commercial research and education, ImageNet's terms",
-    citation="Vinyals et al.: Matching networks for one shot learning. NeurIPS 2016",
-    url="https://github.com/yaoyao-liu/mini-imagenet-tools",
-    size="about 3 GB",
-    # ImageNet's terms must be agreed to.
-    by_hand="Get images and lists as {url} says and put them in {root}/miniimagenet, so that "
-    "{root}/miniimagenet/train.csv, `val.csv`, `test.csv` and {root}/miniimagenet/images/n0153282900000005.jpg are "
-    "there",
-    layouts=(
-        Layout("new lists and images", (*_PLACES, "."), signs=("images/", *_NEW)),
-        Layout("lists and images", (*_PLACES, "."), signs=("images/", "|".join(_LISTS))),
-        Layout(
-            "folders of images", _PLACES, signs=("n*/*.*|*/n*/*.*",), strictly=r"([\w-]+/)?n\d{8}/.+\.[jJ][pP][eE]?[gG]"
-        ),
-        Layout("npz file", (f"miniimagenet64/{_NPZ}", f"miniimagenet/{_NPZ}")),
-    ),
-    holds=f"`miniimagenet` or `miniimagenet64/{_NPZ}`",
-)
+SOURCE = SOURCES["miniimagenet"]
 
 _REMEDY = "Delete this copy and get the files again."
 

@@ -9,31 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
-from lightning_fcl.hub.source import Layout, Source
 
-SOURCE = Source(
-    name="orl",
-    title="the ORL faces",
-    content="400 grey faces of 40 people, 64 x 48 (the originals 112 x 92)",
-    licence="for research, with credit to AT&T Laboratories Cambridge",
-    citation="Samaria and Harter: Parameterisation of a stochastic model for human face identification. WACV 1994",
-    url="https://cam-orl.co.uk/facedatabase.html",
-    size="4 MB",
-    by_hand="Download the archive by hand from {url} and unpack it to {root}/orl, so that {root}/orl/s1/1.pgm is there",
-    layouts=(
-        Layout(
-            "folders of images",
-            ("orl/orl_faces", "orl/att_faces", "orl_faces", "att_faces", "orl", "."),
-            signs=("s*/*.pgm",),
-            strictly=r"s[1-9]\d?/[1-9]\d?\.pgm",
-        ),
-        Layout("npz file", ("orl/faces.npz", "faces.npz")),
-    ),
-    holds="`orl`, `orl_faces` or `att_faces`",
-)
+SOURCE = SOURCES["orl"]
 
 _SHAPE = (112, 92)
 _PEOPLE = 40
@@ -65,11 +46,10 @@ def load(
         pixels = np.stack([read_image(file, "PPM", "L", _SHAPE) for own in folders.values() for file in own])
         number = np.repeat(list(folders), [len(own) for own in folders.values()])
     people, y = np.unique(number, return_inverse=True)
-    if size is None:
-        return faces(pixels, y, [f"s{person}" for person in people], None, normalize)
-    # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
-    scale = min(_SHAPE[0] / size[0], _SHAPE[1] / size[1])
-    height, width = (max(1, round(scale * wanted)) for wanted in size)
-    top, left = (_SHAPE[0] - height) // 2, (_SHAPE[1] - width) // 2
-    middle = pixels[:, top : top + height, left : left + width]
-    return faces(middle, y, [f"s{person}" for person in people], size, normalize)
+    if size is not None:
+        # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
+        scale = min(_SHAPE[0] / size[0], _SHAPE[1] / size[1])
+        height, width = (max(1, round(scale * wanted)) for wanted in size)
+        top, left = (_SHAPE[0] - height) // 2, (_SHAPE[1] - width) // 2
+        pixels = pixels[:, top : top + height, left : left + width]
+    return faces(pixels, y, [f"s{person}" for person in people], size, normalize)

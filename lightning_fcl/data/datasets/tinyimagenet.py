@@ -11,37 +11,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_lines, read_npz
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.reading import reading
-from lightning_fcl.hub.source import Layout, Source
 
-_NPZ = "100classes.npz"
-
-SOURCE = Source(
-    name="tinyimagenet",
-    title="TinyImageNet",
-    content="110000 photographs of 200 classes, 32 x 32 (the originals 64 x 64); 500 of each to train, 50 to test",
-    licence="non-commercial research and education, ImageNet's terms",
-    citation="Le and Yang: Tiny ImageNet visual recognition challenge. Stanford CS 231N, 2015",
-    url="http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-    # Of 248,100,043 bytes. Several public repositories that pin Stanford's archive name this same digest.
-    digest="6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
-    size="248 MB",
-    archive="tinyimagenet/tiny-imagenet-200.zip",
-    folder="tiny-imagenet-200",
-    layouts=(
-        Layout(
-            "folder of images",
-            ("tinyimagenet/tiny-imagenet-200", "tiny-imagenet-200", "tinyimagenet", "."),
-            signs=("wnids.txt",),
-        ),
-        Layout("npz file", (f"tinyimagenet32/{_NPZ}", f"tinyimagenet/{_NPZ}", _NPZ)),
-    ),
-    holds=f"`tiny-imagenet-200` or `tinyimagenet32/{_NPZ}`",
-)
+SOURCE = SOURCES["tinyimagenet"]
 
 # Pixels, labels, which of them are tests, and the names of the labels.
 _Photographs = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]

@@ -16,41 +16,17 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import TEXT, check_flag, check_subset, read_npz
 from lightning_fcl.data.datasets.measurement import Measurement, moments, scaled
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.reading import check_members, check_size, ensure, reading
-from lightning_fcl.hub.source import Layout, Source
 
 _FOLDER = "UCI HAR Dataset"
 _INNER = "UCI HAR Dataset.zip"
-_OUTER = "human+activity+recognition+using+smartphones"
-# The last folder is what most programs make of the outer zip when they unpack it.
-_PLACES = ("ucihar", ".", f"ucihar/{_OUTER}", _OUTER)
 
-SOURCE = Source(
-    name="ucihar",
-    title="the UCI HAR data",
-    content="10299 windows of 2.56 s at 50 Hz, accelerometer and gyroscope at the waist, 6 activities, 30 people",
-    licence="CC BY 4.0 (the authors ask for citation and research use)",
-    citation="Anguita et al.: A public domain dataset for human activity recognition using smartphones. ESANN 2013",
-    url=f"https://archive.ics.uci.edu/static/public/240/{_OUTER}.zip",
-    # Of 61,005,872 bytes. Several public repositories that pin UCI's download name this same digest.
-    digest="c00b803081a5c797cd5e4b83700a9810b38d53d9d84e01917e090e1fdbc81031",
-    size="61 MB",
-    archive=f"ucihar/{_OUTER}.zip",
-    layouts=(
-        Layout("npz file", tuple(f"{place}/inertial.npz" for place in _PLACES)),
-        Layout(
-            "folder",
-            (*(f"{place}/{_FOLDER}" for place in _PLACES), "."),
-            signs=("train/Inertial Signals/|test/Inertial Signals/",),
-        ),
-        Layout("zip file", tuple(f"{place}/{name}" for place in _PLACES for name in (_INNER, f"{_OUTER}.zip"))),
-    ),
-    holds=f"`{_FOLDER}`, `{_INNER}`, `{_OUTER}.zip` or `ucihar/inertial.npz`",
-)
+SOURCE = SOURCES["ucihar"]
 
 # In the order of inertial.npz: the prefix of the original files, and the unit and range of such phones.
 SENSORS = {

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import numbered_paths, read_npz
 from lightning_fcl.data.datasets.measurement import Sensor
@@ -28,25 +29,8 @@ from lightning_fcl.data.datasets.series import (
 )
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.reading import ensure, reading
-from lightning_fcl.hub.source import Layout, Source
 
-SOURCE = Source(
-    name="wesad",
-    title="the WESAD data",
-    content="signals of the body at wrist (6, 32 Hz) and chest (8, 700 Hz) in 4 conditions, 15 people, in chunks",
-    licence="CC BY 4.0 (the authors ask for citation and research use)",
-    citation="Schmidt et al.: Introducing WESAD, a dataset for wearable stress and affect detection. ICMI 2018",
-    url="https://archive.ics.uci.edu/dataset/465/wesad+wearable+stress+and+affect+detection",
-    size="2.5 GB, 17 GB unpacked",
-    by_hand="Download the archive by hand from {url} and unpack it to {root}/wesad, so that "
-    "{root}/wesad/WESAD/S2/S2.pkl is there",
-    layouts=(
-        Layout("pickles", ("wesad/WESAD", "WESAD", "wesad", "."), signs=("S*/S*.pkl",), strictly=r"S\d{1,3}/.*"),
-        Layout("wrist streams", ("wesad_wrist/streams", "streams"), signs=("S*.npz",), strictly=r"S\d{1,3}\.npz"),
-        Layout("wrist windows", ("wesad_wrist/windows_10s.npz", "windows_10s.npz")),
-    ),
-    holds="`WESAD` or `wesad_wrist`",
-)
+SOURCE = SOURCES["wesad"]
 
 _CLASSES = ("baseline", "stress", "amusement", "meditation")
 # Samples per second of the wristband, an Empatica E4, and the numbers of each signal; its acceleration is in 1/64 g.
@@ -108,21 +92,19 @@ def load(
             f"Expected `device` to be 'wrist' with the {layout} in {path} but got 'chest', which only the publishers' "
             "pickles hold (S2/S2.pkl and so on). Get these, or pass device='wrist'."
         )
-    recordings = _windows(path, chunk) if layout == "wrist windows" else _recordings(layout, path, device)
-    data = chunked(recordings, chunk, normalize, _CLASSES, path, "condition")
+    data = chunked(_recordings(layout, path, device, chunk), chunk, normalize, _CLASSES, path, "condition")
     return replace(data, measurement=measured_series(chunk, normalize, _SENSORS[device], float(_RATE[device])))
 
 
-def _windows(path: Path, chunk: int) -> Iterator[Recording]:
-    arrays = read_windows(path, chunk, (6, _WINDOW), {"subject": "iu", "start": "iuf"}, SOURCE.remedy)
-    x, y, subject, start = (arrays[name] for name in ("X", "y", "subject", "start"))
-    for one in np.unique(subject).tolist():
-        own = np.flatnonzero(subject == one)
-        own = own[np.argsort(start[own], kind="stable")]
-        yield Recording(one, list(zip(x[own], y[own].tolist(), strict=True)), f"subject {one}")
-
-
-def _recordings(layout: str, folder: Path, device: str) -> Iterator[Recording]:
+def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[Recording]:
+    if layout == "wrist windows":
+        arrays = read_windows(folder, chunk, (6, _WINDOW), {"subject": "iu", "start": "iuf"}, SOURCE.remedy)
+        x, y, subject, start = (arrays[name] for name in ("X", "y", "subject", "start"))
+        for one in np.unique(subject).tolist():
+            own = np.flatnonzero(subject == one)
+            own = own[np.argsort(start[own], kind="stable")]
+            yield Recording(one, list(zip(x[own], y[own].tolist(), strict=True)), f"subject {one}")
+        return
     widths = _CHEST if device == "chest" else _WRIST
     for entry in numbered_paths(folder, r"S(\d{1,3})(?:\.npz)?"):
         path = entry / f"{entry.name}.pkl" if layout == "pickles" else entry

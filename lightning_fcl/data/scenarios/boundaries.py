@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.incremental import ClassIncremental
+from lightning_fcl.data.scenarios.incremental import ClassIncremental, plan_of
 from lightning_fcl.data.scenarios.scenario import EMPTY, MOST_ROUNDS, IntArray, Plan, Pool, Scenario, named
 from lightning_fcl.errors import argument, at_least, between, check_fields
 
@@ -65,17 +65,9 @@ class Blurry(Scenario):
         experience_of[blurred] = rng.integers(self.experiences, size=len(blurred))
         numbers = range(self.experiences)
         parts = {client: [rows[experience_of[rows] == e] for e in numbers] for client, rows in pool.clients.items()}
-        tasks = tuple(tuple(np.unique(pool.y[everyone[experience_of[everyone] == e]]).tolist()) for e in numbers)
-        current = tuple(e for e in numbers for _ in range(self.rounds_per_experience))
-        rounds = [{client: np.sort(own[e]) for client, own in parts.items() if len(own[e])} for e in numbers]
-        return Plan(
-            train=tuple(rounds[e] for e in current),
-            experiences=dict.fromkeys(parts, current),
-            tasks=dict.fromkeys(parts, tasks),
-            groups=np.asarray(pool.y),
-            test=pool.test,
-            validation=pool.validation,
-        )
+        tasks = [tuple(np.unique(pool.y[everyone[experience_of[everyone] == e]]).tolist()) for e in numbers]
+        like = ClassIncremental(rounds_per_experience=self.rounds_per_experience)
+        return plan_of(like, pool, parts, dict.fromkeys(parts, tasks), np.asarray(pool.y), True, rng)
 
 
 @dataclass(frozen=True)

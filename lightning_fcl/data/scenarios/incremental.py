@@ -69,7 +69,7 @@ class ClassIncremental(Scenario):
         rng = np.random.default_rng([seed, 1])
         if not pool.classes and self.experiences == 1:
             parts = {client: [rows] for client, rows in pool.clients.items()}
-            return _plan(self, pool, parts, {client: [(0,)] for client in parts}, np.zeros_like(pool.y), False, rng)
+            return plan_of(self, pool, parts, {client: [(0,)] for client in parts}, np.zeros_like(pool.y), False, rng)
         if not pool.classes:
             raise ValueError(
                 f"Expected targets that are classes for {self.experiences} class-incremental experiences but got "
@@ -79,16 +79,18 @@ class ClassIncremental(Scenario):
         parts, tasks = {}, dict[str, Groups]()
         if self.order_per_client or isinstance(self.class_order, Mapping):
             for position, (client, rows) in enumerate(pool.clients.items()):
-                order = _order_of(client, pool.clients, self.class_order, pool.classes, "class_order")
+                present = np.unique(pool.y[rows]).tolist()
+                order = _order_of(client, pool.clients, self.class_order, pool.classes, "class_order", present)
                 tasks[client] = _class_experiences(pool.y[rows], self.experiences, order, seed + 1 + position)
                 parts[client] = [rows[np.isin(pool.y[rows], group)] for group in tasks[client]]
         else:
-            order = _order_of("", pool.clients, self.class_order, pool.classes, "class_order")
             everyone = np.concatenate(list(pool.clients.values()))
+            present = np.unique(pool.y[everyone]).tolist()
+            order = _order_of("", pool.clients, self.class_order, pool.classes, "class_order", present)
             groups = _class_experiences(pool.y[everyone], self.experiences, order, seed)
             tasks = dict.fromkeys(pool.clients, groups)
             parts = _parts(pool, everyone, groups)
-        return _plan(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
+        return plan_of(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
 
 
 @dataclass(frozen=True)
@@ -130,16 +132,13 @@ class DomainIncremental(Scenario):
             )
         parts, tasks = {}, dict[str, Groups]()
         for client, indices in pool.clients.items():
-            order = _order_of(client, pool.clients, self.domain_order, pool.domains, "domain_order")
-            order = order or np.unique(pool.group).tolist()
-            if self.order_per_client:
-                order = rng.permutation(np.unique(pool.group[indices])).tolist()
             present = np.unique(pool.group[indices]).tolist()
-            if len(set(order)) < len(order) or not set(present) <= set(order):
-                raise ValueError(f"Expected `domain_order` to order all domains {present} but got {list(order)}.")
+            order = _order_of(client, pool.clients, self.domain_order, pool.domains, "domain_order", present)
+            order = rng.permutation(present).tolist() if self.order_per_client else order
+            order = order or np.unique(pool.group).tolist()
             parts[client] = [indices[pool.group[indices] == domain] for domain in order]
             tasks[client] = [(int(domain),) for domain in order]
-        return _plan(self, pool, parts, tasks, pool.group, False, rng)
+        return plan_of(self, pool, parts, tasks, pool.group, False, rng)
 
 
 @dataclass(frozen=True)
@@ -170,18 +169,14 @@ class Stationary(Scenario):
 def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int) -> Groups:
     """The classes of each experience, as Avalanche cuts them, in an order or one it draws."""
     classes = np.unique(y)
-    sizes = None if isinstance(experiences, int) else list(experiences)
-    if isinstance(experiences, int) and (experiences < 1 or len(classes) % experiences):
+    even = isinstance(experiences, int)
+    sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
+    if sum(sizes) != len(classes) or min(sizes, default=0) < 1:
         raise ValueError(
-            f"Expected `experiences` to divide the number of classes, {len(classes)}, but got {experiences}."
+            f"Expected `experiences` to divide, or to add up to, the number of classes, {len(classes)}, but got "
+            f"{experiences}."
         )
-    if sizes is not None and (sum(sizes) != len(classes) or min(sizes) < 1):
-        raise ValueError(
-            f"Expected `experiences` to be numbers of classes that add up to {len(classes)} but got {sizes}."
-        )
-    if order is not None and (len(set(order)) < len(order) or not set(classes.tolist()) <= set(order)):
-        raise ValueError(f"Expected `class_order` to order all classes {classes.tolist()} but got {list(order)}.")
-    if experiences == 1 or sizes == [len(classes)]:
+    if len(sizes) == 1:
         return [tuple(classes.tolist())]
     require("avalanche", "cuts classes into experiences")
     from avalanche.benchmarks import nc_benchmark
@@ -195,11 +190,11 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
         benchmark = nc_benchmark(
             data,
             data,
-            n_experiences=experiences if sizes is None else len(sizes),
+            n_experiences=len(sizes),
             task_labels=False,
             seed=seed,
             fixed_class_order=given,
-            per_exp_classes=dict(enumerate(sizes)) if sizes is not None else None,
+            per_exp_classes=None if even else dict(enumerate(sizes)),
         )
     return [
         tuple(sorted(classes[list(experience.classes_in_this_experience)].tolist()))
@@ -220,7 +215,7 @@ def _parts(pool: Pool, everyone: IntArray, groups: Groups) -> dict[str, list[Int
     return {client: pieces[n * len(groups) : (n + 1) * len(groups)] for n, client in enumerate(pool.clients)}
 
 
-def _plan(
+def plan_of(
     scenario: ClassIncremental | DomainIncremental,
     pool: Pool,
     parts: Mapping[str, Sequence[IntArray]],
@@ -229,6 +224,7 @@ def _plan(
     of_classes: bool,
     rng: np.random.Generator,
 ) -> Plan:
+    """The plan of each client's samples of each of its experiences, in the rounds that a scenario gives these."""
     each = scenario.rounds_per_experience
     last = max(len(own) for own in parts.values())
     if scenario.samples_per_round is None:  # all of an experience's samples in each of its rounds, which share them
@@ -277,12 +273,12 @@ def _require_one_order(name: str, order: Order, per_client: bool) -> None:
 
 
 def _order_of(
-    client: str, clients: Collection[str], order: Order, names: Sequence[str], argument: str
+    client: str, clients: Collection[str], order: Order, names: Sequence[str], argument: str, present: Sequence[int]
 ) -> list[int] | None:
-    """A client's order, by number; None: not given."""
+    """A client's order of what it has, by number; None: not given."""
     if isinstance(order, Mapping):
         check_clients(f"`{argument}`", order, clients)
         if client not in order:
             raise ValueError(f"Expected `{argument}` to have an order for client {client} but got none. Add it.")
         order = order[client]
-    return None if order is None else number_order(order, names, argument)
+    return None if order is None else number_order(order, names, argument, present)

@@ -106,9 +106,16 @@ class ODFCLScenario(Scenario):
         }
         tasks = {node: [tuple(range(base))] for node in shares}
         for first in range(base, self.people, each):
-            for n, (node, own) in enumerate(shares.items()):
-                own.append(_dealt(train[first : first + each], nodes, n))
-                tasks[node].append(tuple(c for c in range(first, first + each) if _holds(c - first, each, nodes, n)))
+            hands: list[list[IntArray]] = [[EMPTY] for _ in shares]
+            groups: list[list[int]] = [[] for _ in shares]
+            for index, samples in enumerate(train[first : first + each]):
+                sharing = [n for n in range(nodes) if (index % nodes == n if nodes <= each else n % each == index)]
+                for place, n in enumerate(sharing):
+                    hands[n].append(samples[place :: len(sharing)])
+                    groups[n].append(first + index)
+            for node, hand, own in zip(shares, hands, groups, strict=True):
+                shares[node].append(np.sort(np.concatenate(hand)))
+                tasks[node].append(tuple(own))
         return shares, tasks
 
 
@@ -137,18 +144,3 @@ def _draw_people(
         parts["validation"].append(own[test : test + validation])
         parts["train"].append(own[test + validation : test + train])
     return drawn, parts
-
-
-def _holds(index: int, classes: int, nodes: int, node: int) -> bool:
-    """Whether a node has samples of the session's class of an index."""
-    return index % nodes == node if nodes <= classes else node % classes == index
-
-
-def _dealt(parts: Sequence[IntArray], nodes: int, node: int) -> IntArray:
-    """A node's samples of a session: its classes whole, or its share of one."""
-    mine = []
-    for index, samples in enumerate(parts):
-        if _holds(index, len(parts), nodes, node):
-            sharing = [n for n in range(nodes) if _holds(index, len(parts), nodes, n)]
-            mine.append(samples[sharing.index(node) :: len(sharing)])
-    return np.sort(np.concatenate([EMPTY, *mine]))

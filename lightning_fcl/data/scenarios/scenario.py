@@ -229,8 +229,8 @@ def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tup
     return tuple(result)
 
 
-def number_order(order: Sequence[int | str], names: Sequence[str], argument: str) -> list[int]:
-    """An order of classes or domains by number, where it may name them."""
+def number_order(order: Sequence[int | str], names: Sequence[str], argument: str, present: Sequence[int]) -> list[int]:
+    """An order of all classes or domains that are present by number, where it may name them."""
     if isinstance(order, str):
         raise TypeError(f'Expected `{argument}` to be a list of names or numbers but got "{order}".')
     for entry in order:
@@ -240,22 +240,22 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
             raise ValueError(
                 f"Expected `{argument}` among {known} or their numbers but got {entry}.{did_you_mean(entry, names)}"
             )
-    return [list(names).index(entry) if isinstance(entry, str) else int(entry) for entry in order]
+    numbers = [list(names).index(entry) if isinstance(entry, str) else int(entry) for entry in order]
+    if len(set(numbers)) < len(numbers) or not {*present} <= {*numbers}:
+        raise ValueError(f"Expected `{argument}` to order all of {list(present)} but got {numbers}.")
+    return numbers
 
 
 def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
     """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
     known = {kind.__name__: kind for kind in kinds}
+    expected = f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got"
     if not isinstance(given, str):
         if not isinstance(given, tuple(known.values())):
-            raise TypeError(
-                f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got "
-                f"{given!r}."
-            )
+            raise TypeError(f"{expected} {given!r}.")
         return given
     wanted = given.replace("-", "").lower()
     for full, kind in known.items():
         if wanted in (full.lower(), full.lower().removesuffix("scenario")):
             return kind()
-    hint = did_you_mean(given, known)
-    raise ValueError(f'Expected `{argument}` to be one of {", ".join(known)} but got "{given}".{hint}')
+    raise ValueError(f'{expected} "{given}".{did_you_mean(given, known)}')

@@ -61,31 +61,37 @@ def test_owners_are_optional():
 REFUSED = {
     "x float64": (
         {"x": np.zeros((4, 2))},
-        "Expected `x` to have dtype float32 but got float64. Convert it with `x.astype(",
+        "Expected `x` to hold float32 but got float64 of shape (4, 2). Convert",
     ),
-    "y int32": ({"y": np.zeros(4, np.int32)}, "Expected `y` to have dtype int64 but got int32."),
+    "y int32": (
+        {"y": np.zeros(4, np.int32)},
+        "Expected `y` to hold int64, one entry for each of 4 samples, but got int32",
+    ),
     "official_test int": (
         {"official_test": np.zeros(4, int)},
-        "Expected `official_test` to have dtype bool but got int64.",
+        "Expected `official_test` to hold bool, one entry for each of 4 samples, but got int64",
     ),
-    "client float": ({"client": np.zeros(4)}, "Expected `client` to hold integers or strings but got dtype float64."),
+    "client float": ({"client": np.zeros(4)}, "Expected `client` to hold integers or text, one entry"),
     "group object": (
         {"group": np.array([None] * 4)},
-        "Expected `group` to hold integers or strings but got dtype object.",
+        "Expected `group` to hold integers or text, one entry for each of 4 samples, but got object",
     ),
     "no samples": (
         {"x": np.zeros((0, 2), np.float32)},
         "Expected `x` to hold at least one sample but got shape (0, 2).",
     ),
     "a scalar": ({"x": np.float32(1)}, "Expected `x` to hold at least one sample but got shape ()."),
-    "y short": ({"y": np.zeros(3, int)}, "Expected `y` to have shape (4,), one entry per sample of `x`, but got (3,)."),
+    "y short": ({"y": np.zeros(3, int)}, "one entry for each of 4 samples, but got int64 of shape (3,)."),
     "y 2-D": (
         {"y": np.zeros((4, 1), int)},
-        "Expected `y` to have shape (4,), one entry per sample of `x`, but got (4, 1).",
+        "one entry for each of 4 samples, but got int64 of shape (4, 1).",
     ),
-    "client short": ({"client": np.zeros(3, int)}, "Expected `client` to have shape (4,)"),
-    "group short": ({"group": np.zeros(3, int)}, "Expected `group` to have shape (4,)"),
-    "official_test short": ({"official_test": np.zeros(3, bool)}, "Expected `official_test` to have shape (4,)"),
+    "client short": ({"client": np.zeros(3, int)}, "one entry for each of 4 samples, but got int64 of shape (3,)."),
+    "group short": ({"group": np.zeros(3, int)}, "one entry for each of 4 samples, but got int64 of shape (3,)."),
+    "official_test short": (
+        {"official_test": np.zeros(3, bool)},
+        "one entry for each of 4 samples, but got bool of shape (3,).",
+    ),
     "label C": (
         {"y": np.array([0, 3, 3, 1])},
         "Expected `y` to be between 0 and 2, a label for each of the 3 `classes`, but got 3 in sample 1 (and 2 "
@@ -94,11 +100,11 @@ REFUSED = {
     "label -1": ({"y": np.array([0, 1, -1, 1])}, "but got -1 in sample 2 (and 1 such labels in all)."),
     "pixels without a scale": (
         {"x": np.zeros((4, 2, 3), np.uint8)},
-        "Expected `x` to have dtype float32 but got uint8. Convert it with `x.astype(np.float32)`.",
+        "Expected `x` to hold float32 but got uint8",
     ),
     "a scale for floats": (
         {"mean": np.zeros((1, 1), np.float32), "std": np.ones((1, 1), np.float32)},
-        "Expected `x` to have dtype uint8 but got float32.",
+        "Expected `x` to hold uint8 but got float32",
     ),
     "no std": (
         {"x": np.zeros((4, 2, 3), np.uint8), "mean": np.zeros((1, 1), np.float32)},
@@ -106,7 +112,7 @@ REFUSED = {
     ),
     "mean float64": (
         {"x": np.zeros((4, 2, 3), np.uint8), "mean": np.zeros((1, 1)), "std": np.ones((1, 1), np.float32)},
-        "Expected `mean` to have dtype float32 but got float64.",
+        "Expected `mean` to hold float32 but got float64",
     ),
     "std of another shape": (
         {

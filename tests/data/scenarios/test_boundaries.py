@@ -160,7 +160,7 @@ def test_a_scenario_around_another_draws_what_that_draws(kind):
         (lambda: Blurry(disjoint=1.5), "Expected `disjoint` to be between 0 and 1 but got 1.5"),
         (lambda: Blurry(blur=-0.1), "Expected `blur` to be between 0 and 1 but got -0.1"),
         (lambda: Staggered(delay=-1), "Expected `delay` to be at least 0 but got -1"),
-        (lambda: Online("Blury"), 'Expected `of` to be one of .* but got "Blury". Did you mean Blurry'),
+        (lambda: Online("Blury"), 'Expected `of` to be an object of .* but got "Blury". Did you mean Blurry'),
         (lambda: Online(3), "Expected `of` to be an object of .* but got 3"),
         (lambda: Blurry().plan(Pool(np.zeros(4, int), clients={"a": np.arange(4)})), "number of classes, 0, but got 5"),
     ],

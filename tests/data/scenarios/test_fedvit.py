@@ -198,7 +198,7 @@ REFUSED = [
     ),
     (
         {"class_order": [0, 1]},
-        f"Expected `class_order` to order all classes {list(range(100))} but got [0, 1].",
+        f"Expected `class_order` to order all of {list(range(100))} but got [0, 1].",
     ),
 ]
 

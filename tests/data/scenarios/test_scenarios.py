@@ -93,14 +93,14 @@ def test_class_order_comes_from_the_seed():
 
 @pytest.mark.parametrize("experiences", [0, -1, 4, 7])
 def test_classes_that_cannot_be_divided(experiences):
-    message = f"Expected `experiences` to divide the number of classes, 6, but got {experiences}."
+    message = f"Expected `experiences` to divide, or to add up to, the number of classes, 6, but got {experiences}."
     with pytest.raises(ValueError, match=exactly(message)):
         class_experiences(np.arange(6), np.arange(6), experiences, None, 0)
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 2, 2]])
 def test_class_order_that_is_none(order):
-    message = f"Expected `class_order` to order all classes [0, 1, 2] but got {order}."
+    message = f"Expected `class_order` to order all of [0, 1, 2] but got {order}."
     with pytest.raises(ValueError, match=exactly(message)):
         class_experiences(np.arange(3), np.arange(3), 3, order, 0)
 
@@ -123,7 +123,7 @@ def test_domain_experiences():
 
 @pytest.mark.parametrize("order", [[1], [1, 3, 3], [10, 30]])
 def test_domain_order_that_is_none(order):
-    message = f"Expected `domain_order` to order all domains [1, 3] but got {order}."
+    message = f"Expected `domain_order` to order all of [1, 3] but got {order}."
     with pytest.raises(ValueError, match=exactly(message)):
         domain_experiences(np.arange(2), np.array([1, 3]), order)
 
@@ -247,10 +247,13 @@ def test_every_client_may_be_given_an_order():
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [
-        (ClassIncremental([4, 3]), "Expected `experiences` to be numbers of classes that add up to 8 but got [4, 3]."),
+        (
+            ClassIncremental([4, 3]),
+            "Expected `experiences` to divide, or to add up to, the number of classes, 8, but got [4, 3].",
+        ),
         (
             ClassIncremental([8, 0]),
-            "Expected `experiences` to be numbers of classes that add up to 8 but got [8, 0].",
+            "Expected `experiences` to divide, or to add up to, the number of classes, 8, but got [8, 0].",
         ),
         (
             ClassIncremental(2, class_order=["a", "x"]),
