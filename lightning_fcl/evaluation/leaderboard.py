@@ -25,6 +25,11 @@ class Column(NamedTuple):
     unit: float = 1.0
     digits: int = 3
 
+    def text(self, cell: Cell) -> str:
+        mean, std = ((value or 0.0) / self.unit for value in (cell.mean, cell.std))
+        spread = f" ± {std:.{self.digits}f}" if cell.n > 1 and self.digits else ""
+        return f"{mean:.{self.digits}f}{spread}"
+
 
 COLUMNS = {
     "last_accuracy": Column("last accuracy"),
@@ -93,18 +98,12 @@ def board(table: Table, protocol: str, notes: Notes) -> str:
     lines = [
         [
             method,
-            *(_text(COLUMNS[name], cells[name]) if name in cells else "-" for name in columns),
+            *(COLUMNS[name].text(cells[name]) if name in cells else "-" for name in columns),
             *(notes[method].get(name, "-") for name in told),
         ]
         for method, cells in sorted(found.items(), key=lambda one: -(one[1]["last_accuracy"].mean or 0.0))
     ]
     return markdown_table(["method", *(COLUMNS[name].head for name in columns), *told], lines)
-
-
-def _text(column: Column, cell: Cell) -> str:
-    mean, std = ((value or 0.0) / column.unit for value in (cell.mean, cell.std))
-    spread = f" ± {std:.{column.digits}f}" if cell.n > 1 and column.digits else ""
-    return f"{mean:.{column.digits}f}{spread}"
 
 
 def picture(table: Table, protocol: str, notes: Notes) -> Spec | None:
