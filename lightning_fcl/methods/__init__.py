@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.prototypes import FedProto as FedProto
     from lightning_fcl.methods.prototypes import ICaRL as ICaRL
     from lightning_fcl.methods.refed import ReFed as ReFed
-    from lightning_fcl.methods.regmean import LoRM as LoRM
+    from lightning_fcl.methods.lorm import LoRM as LoRM
     from lightning_fcl.methods.regmean import RegMean as RegMean
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.scaffold import SCAFFOLD as SCAFFOLD
