@@ -9,7 +9,7 @@ import lightning.pytorch as L
 import torch
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.federation.aggregation import Rules, State, entries
+from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.methods.client import Client, Server
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import layer_inputs
