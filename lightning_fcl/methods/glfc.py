@@ -102,15 +102,15 @@ class GLFC(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.proxy:
             federation = need_federation(trainer, "GLFC(proxy=True)", "no server chooses a teacher")
-            self._size = sample_size(federation, "GLFC(proxy=True)")
+            self._size, self._classes = sample_size(federation, "GLFC(proxy=True)"), federation.stream.num_classes
             draws = seed_of(federation.seed, self.section, "encoder")
-            self._encoder = encoder_of(self._size, federation.stream.num_classes, draws).to(pl_module.device)
+            self._encoder = encoder_of(self._size, self._classes, draws).to(pl_module.device)
 
     def server_state(self, module: L.LightningModule) -> State:
         if not self.proxy:
             return {}
-        numbers, classes = nn.utils.parameters_to_vector(self._encoder.parameters()), self._encoder[-1].out_features
-        rows, images = numbers.new_zeros(classes, 2 + len(numbers)), numbers.new_zeros(0, *self._size)
+        numbers = nn.utils.parameters_to_vector(self._encoder.parameters())
+        rows, images = numbers.new_zeros(self._classes, 2 + len(numbers)), numbers.new_zeros(0, *self._size)
         # Before a gradient the experience, from 1, and the class.
         kept = {"gradients": rows, "images": images, "labels": numbers.new_zeros(0), "latest": numbers.new_zeros(())}
         return kept | remember(entries(module), "best")

@@ -75,5 +75,5 @@ def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iter
         return apart
 
     with torch.enable_grad():
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
     return x.detach()

@@ -100,10 +100,11 @@ class TARGET(Method):
 
     def on_download(self, client: Client) -> Memory:
         nothing = torch.zeros(client.part.num_classes, dtype=torch.bool)
-        return {"old": with_classes(nothing, torch.tensor(client.part.old_classes, dtype=torch.long))}
+        made = {name: value for name, value in client.shared.items() if name in ("images", "logits")}
+        return {**made, "old": with_classes(nothing, torch.tensor(client.part.old_classes, dtype=torch.long))}
 
     def recall(self, client: Client) -> Mapping[str, Tensor]:
-        return {name: client.shared[name] for name in ("images", "logits") if self._makes}
+        return {name: client.memory[name] for name in ("images", "logits") if name in client.memory}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if not step.recalled:
@@ -112,6 +113,9 @@ class TARGET(Method):
         own, said = masked(step.outputs(step.recalled["images"]), old), masked(step.recalled["logits"], old)
         return self.kd * step.recalled_weight * distillation_loss(own, said, self.temperature).mean()
 
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        return {}  # it comes anew in each round
+
     def contribute(self, client: Client, own: State, data: Batch) -> State:
         part, ended = client.part, client.shared.get("ended")
         if ended is None or not part.last_round:
@@ -119,12 +123,11 @@ class TARGET(Method):
         return {"ended": with_classes(ended, torch.tensor(part.old_classes + part.new_classes, dtype=torch.long))}
 
     def server_turn(self, server: Server) -> State:
-        known = server.kept["ended"].nonzero()[:, 0] if self._makes else ()
-        if not len(known):
+        if not (self._makes and server.kept["ended"].any()):
             return {}
         with isolate_rng():
             torch.manual_seed(server.generator.initial_seed())
-            images = self._make(server.module, known)
+            images = self._make(server.module, server.kept["ended"].nonzero()[:, 0])
         logits = predictions(server.module, server.state, images)
         server.kept.update({"images": images, "logits": logits, "ended": torch.zeros_like(server.kept["ended"])})
         return {}
