@@ -161,7 +161,7 @@ class GLFC(Method):
         return {"gradients": sent}
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return {**client.memory, "told": torch.tensor(True)} if self.proxy else client.memory
+        return {**client.memory, "told": torch.tensor(True)} if self.proxy and not client.missed else client.memory
 
     def server_turn(self, server: Server) -> State:
         if not self.proxy:
