@@ -97,7 +97,7 @@ class GLFC(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.proxy:
-            vars(self)["needs"] = replace(self.needs, samples=True)  # without, streams without these will do
+            vars(self)["needs"] = replace(self.needs, samples=True)  # the proxy server's part alone looks at them
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.proxy:

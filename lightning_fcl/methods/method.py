@@ -8,6 +8,7 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
@@ -82,7 +83,8 @@ def sample_size(federation: RunsFederation, name: str) -> tuple[int, ...]:
             f"Expected samples beside the server for `{name}`, which tell it their shape, but there are none, as in a "
             "deployment. Simulate it, or leave it out."
         )
-    return tuple(stream.take(rows[:1])[0].shape[1:])
+    with isolate_rng():  # a data set's own code may draw
+        return tuple(stream.take(rows[:1])[0].shape[1:])
 
 
 def with_classes(seen: Tensor, labels: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class TARGET(Method):
     When an experience ends the server makes ``images`` of them with a generator, which learns to make such that its
     model takes for classes drawn at random, and whose statistics in the layers of batch normalisation are those that
     these have kept (`with_statistics_distance`). They travel with their logits to each client in each round of the next
-    experience, in place of the old model. Clients send nothing else than the numbers of old classes, which all know.
+    experience, in place of the old model. All that clients send for it is which classes there have been.
 
     The authors' generator begins each batch from a meta-learnt state and has a student as an adversary, from its 20th
     batch on; here one generator goes on from batch to batch, without a student.
