@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import assert_close, assert_same, make, task_of, train, trial_stream
+from lightning_fcl.conformance.trial import Net, assert_close, assert_same, make, task_of, train, trial_stream
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Step
+from lightning_fcl.models.lora import LoRA
 
 
 def _is_fedavg_with(claim: str, **arguments: Any) -> None:
@@ -32,6 +33,8 @@ _is_fedavg_with("EWC", strength=0.0)
 _is_fedavg_with("MAS", strength=0.0)
 _is_fedavg_with("SI", strength=0.0)
 _is_fedavg_with("LwF", strength=0.0)
+_is_fedavg_with("TARGET", kd=0.0)
+_is_fedavg_with("TARGET", images=0)
 
 
 @states("FedProx", "the penalty is mu / 2 times the squared distance from what the client has received")
@@ -67,6 +70,19 @@ is_fedavg_in("RegMean", "a single client gets its own weights back", clients=1)
 is_fedavg_in(
     "LogitAdjustment", "of a client with equally many samples of each class no logit moves", tasks=1, clients=1
 )
+
+
+@states("LoRM", "of a single client one round trains B and the head, and where tasks come together says the same")
+def _(kind: type[Method]) -> None:
+    outcomes = []
+    for methods, train_a in (([make(kind)], True), ([], False)):
+        stream, task = trial_stream(clients=1, tasks=1, rounds=1), task_of()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            task.model = LoRA(Net(), rank=2, train_a=train_a)
+        train(methods, stream, task)
+        outcomes.append({"outputs": task(stream.take(stream.plan.test)[0].double())})
+    assert_close(outcomes[0], outcomes[1], "after a round of one client", 1e-8)
 
 
 def _server_is_fedavg(claim: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.conformance.averaging import is_fedavg_in
 from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import CLASSES, make, state_distance, train, trial_stream
+from lightning_fcl.conformance.trial import CLASSES, assert_same, make, state_distance, train, trial_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import GradientOf
@@ -116,6 +116,12 @@ def _(kind: type[Method]) -> None:
     wanted = float(F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double()))
     if (weight := method.task_weight(client)) != 0 or abs(found - wanted) > 1e-6:
         raise AssertionError(f"beside {weight} of the task loss it is {found:.6f} and not {wanted:.6f}")
+
+
+@states("GLFC", "in the first task, which has no old model, a proxy server that chooses one changes nothing")
+def _(kind: type[Method]) -> None:
+    with_proxy, without = (train([make(kind, proxy=proxy)], trial_stream(tasks=1)) for proxy in (True, False))
+    assert_same(with_proxy, without, "with a proxy server", tolerance=0)
 
 
 class _Seen(Callback):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.importance import EWC as EWC
     from lightning_fcl.methods.importance import MAS as MAS
     from lightning_fcl.methods.logit_adjustment import LogitAdjustment as LogitAdjustment
+    from lightning_fcl.methods.lorm import LoRM as LoRM
     from lightning_fcl.methods.lvt import LVTMethod as LVTMethod
     from lightning_fcl.methods.mean_output import MeanOutputLoss as MeanOutputLoss
     from lightning_fcl.methods.method import Method as Method
@@ -51,12 +52,12 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.prototypes import FedProto as FedProto
     from lightning_fcl.methods.prototypes import ICaRL as ICaRL
     from lightning_fcl.methods.refed import ReFed as ReFed
-    from lightning_fcl.methods.regmean import LoRM as LoRM
     from lightning_fcl.methods.regmean import RegMean as RegMean
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.scaffold import SCAFFOLD as SCAFFOLD
     from lightning_fcl.methods.si import SI as SI
     from lightning_fcl.methods.step import Step as Step
+    from lightning_fcl.methods.target import TARGET as TARGET
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__)

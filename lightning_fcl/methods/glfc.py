@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from lightning_fcl.errors import argument, between
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import argument, at_least, between
+from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.methods.client import Client, Server, remember, section
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.method import Method, padded, with_classes
+from lightning_fcl.methods.episodic import finite_pairs
+from lightning_fcl.methods.functional import as_input, embeddings, evaluating, predictions
+from lightning_fcl.methods.inversion import Rows, encoder_of, gradient_at, invert
+from lightning_fcl.methods.method import Method, padded, sample_size, with_classes
 from lightning_fcl.methods.step import Step
+from lightning_fcl.randomness import seed_of
+
+_STEPS, _RATE = 50, 0.2  # by which a prototype is perturbed
 
 
 def class_aware_weights(logits: Tensor, y: Tensor, old: Tensor, share: Tensor | None = None) -> Tensor:
@@ -48,14 +59,23 @@ class GLFC(Method):
     The stream tells which classes are old, those of all earlier experiences; one that is not of classes has none.
 
     The teacher is what the client receives when it first takes part in an experience: the server's model after the one
-    before. Exemplars are `Replay`'s, beside it. The paper's proxy server is not here: to choose the best teacher it
-    rebuilds images of clients from gradients that they send; nor is its detection of new tasks by entropy.
+    before. Exemplars are `Replay`'s, beside it. The paper's detection of new tasks by entropy is not here.
+
+    With ``proxy`` the teacher is the best of the server's models of the experience before. In its first round of an
+    experience a client takes, of each of its classes, the sample whose features are nearest to the class's mean, moves
+    it by 50 steps down the loss of its own model, and sends the gradient of a small network that all have
+    (`encoder_of`). The server rebuilds these samples (`invert`); the best model tells most of the newest experience's,
+    and travels to clients in each round, too. **What leaves a client is, but for these steps, a sample of each of its
+    classes**, for the server to see, and for whoever else reads the upload.
 
     Args:
         strength: Share of the distillation, 0 to 1; 0: class-aware weights alone.
+        proxy: Whether the server chooses the teacher by what it rebuilds of clients' samples.
+        iterations: Of L-BFGS, to rebuild a sample, at least 1.
 
     Raises:
-        ValueError: If ``strength`` is out of range, or the module's output are no logits of classes.
+        ValueError: If an argument is out of range, the module's output are no logits of classes, or, with ``proxy``,
+            the Trainer is no federation's with samples, or the module tells no features.
         TypeError: If the batches are no pairs.
 
     Example:
@@ -64,13 +84,42 @@ class GLFC(Method):
     """
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
+    reductions: ClassVar[Rules] = {
+        "gradients": Rows(),
+        "best.*": "download",
+        **dict.fromkeys(("images", "labels", "latest"), "fixed"),
+    }
 
     strength: float = argument(0.5, between, 0, 1)
+    proxy: bool = False
+    iterations: int = argument(250, at_least, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.proxy:
+            vars(self)["needs"] = replace(self.needs, samples=True)  # the proxy server's part alone looks at them
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.proxy:
+            federation = need_federation(trainer, "GLFC(proxy=True)", "no server chooses a teacher")
+            self._size, self._classes = sample_size(federation, "GLFC(proxy=True)"), federation.stream.num_classes
+            draws = seed_of(federation.seed, self.section, "encoder")
+            self._encoder = encoder_of(self._size, self._classes, draws).to(pl_module.device)
+
+    def server_state(self, module: L.LightningModule) -> State:
+        if not self.proxy:
+            return {}
+        numbers = nn.utils.parameters_to_vector(self._encoder.parameters())
+        rows, images = numbers.new_zeros(self._classes, 2 + len(numbers)), numbers.new_zeros(0, *self._size)
+        # Before a gradient the experience, from 1, and the class.
+        kept = {"gradients": rows, "images": images, "labels": numbers.new_zeros(0), "latest": numbers.new_zeros(())}
+        return kept | remember(entries(module), "best")
 
     def on_download(self, client: Client) -> Memory:
         memory, part = client.memory, client.part
         if not memory or part.experience > int(memory["experience"]):
-            teacher = remember(client.server, "teacher") if self.strength > 0 else {}
+            state = section(client.shared, "best") if self.proxy else client.server
+            teacher = remember(state, "teacher") if self.strength > 0 else {}
             memory = {"experience": torch.tensor(part.experience), **teacher}
         nothing = torch.zeros(part.num_classes, dtype=torch.bool)
         known = {"old": part.old_classes, "seen": part.old_classes + part.new_classes}
@@ -97,3 +146,54 @@ class GLFC(Method):
         said = step.predict(section(client.memory, "teacher"), step.x).sigmoid()
         share = self.strength * old.any()
         return (1 - share) * loss + share * step.mean(entropy(torch.where(old, said, target)))
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        if not self.proxy or "told" in client.memory:
+            return {}
+        x, y = finite_pairs(data)
+        features, sent = F.normalize(embeddings(client.module, own, x)), torch.zeros_like(client.shared["gradients"])
+        for label in torch.unique(y).tolist():
+            of = (y == label).to(features.device)
+            nearest = (features[of] - features[of].mean(dim=0)).norm(dim=1).argmin()
+            prototype = perturbed(client.module, own, x[of.to(x.device)][nearest : nearest + 1], label)
+            marks = sent.new_tensor([client.part.experience + 1, label])
+            sent[label] = torch.cat([marks, gradient_at(self._encoder, prototype.to(sent), label)])
+        return {"gradients": sent}
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        return {**client.memory, "told": torch.tensor(True)} if self.proxy and not client.missed else client.memory
+
+    def server_turn(self, server: Server) -> State:
+        if not self.proxy:
+            return {}
+        kept, sent = server.kept, server.kept["gradients"]
+        kept["gradients"] = section(server.begun, self.section)["gradients"]
+        begins = len(sent) > 0 and bool(sent[:, 0].max() > kept["latest"])
+        if begins:
+            kept.update({"latest": sent[:, 0].max(), "images": kept["images"][:0], "labels": kept["labels"][:0]})
+        for row in sent[sent[:, 0] == kept["latest"]]:
+            noise = torch.randn(1, *self._size, generator=server.generator).to(row)
+            image = invert(self._encoder, row[2:], int(row[1]), noise, self.iterations)
+            kept.update({"images": torch.cat([kept["images"], image]), "labels": torch.cat([kept["labels"], row[1:2]])})
+        if not len(kept["labels"]):
+            return {}
+        now, best = (
+            predictions(server.module, one, kept["images"]).argmax(dim=1).eq(kept["labels"]).sum()
+            for one in (server.state, section(kept, "best"))
+        )
+        if begins or now >= best:
+            kept.update(remember(server.state, "best"))
+        return {}
+
+
+def perturbed(module: L.LightningModule, state: State, x: Tensor, label: int) -> Tensor:
+    """A sample, shape (1, ...), after some steps down the binary cross-entropy of a module with a state."""
+    x = as_input(module, x).clone().requires_grad_()
+    own = {name: value for name, value in state.items() if name in entries(module)}
+    with evaluating(module), torch.enable_grad():
+        for _ in range(_STEPS):
+            output = functional_call(module, own, (x,))
+            target = F.one_hot(torch.tensor([label], device=x.device), output.shape[-1]).to(output)
+            (gradient,) = torch.autograd.grad(F.binary_cross_entropy_with_logits(output, target), x)
+            x = (x - _RATE * gradient).detach().requires_grad_()
+    return x.detach()

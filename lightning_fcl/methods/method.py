@@ -8,10 +8,11 @@ import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.driver import MethodDriver
@@ -71,6 +72,19 @@ def driver_of(trainer: L.Trainer) -> MethodDriver:
     # A new list: Lightning may be going through the old one, and would call the method at hand once more.
     trainer.callbacks = [*callbacks[:place], driver, *callbacks[place:]]  # type: ignore[attr-defined]
     return driver
+
+
+def sample_size(federation: RunsFederation, name: str) -> tuple[int, ...]:
+    """The shape of a sample of a federation's stream, for a method that makes some."""
+    stream = federation.stream
+    rows = next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
+    if rows is None:
+        raise ValueError(
+            f"Expected samples beside the server for `{name}`, which tell it their shape, but there are none, as in a "
+            "deployment. Simulate it, or leave it out."
+        )
+    with isolate_rng():  # a data set's own code may draw
+        return tuple(stream.take(rows[:1])[0].shape[1:])
 
 
 def with_classes(seen: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RegMean and LoRM: linear layers come together by least squares on what they answer, not by their mean."""
+"""RegMean: linear layers come together by least squares on what they answer, not by their mean."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
 from lightning_fcl.methods.prototypes import SumOfSome
-from lightning_fcl.methods.step import Pattern
 
 _NONE = 1e-10  # of the largest eigenvalue: what is smaller is no direction of the inputs
 
@@ -84,26 +83,6 @@ class RegMean(MovesServer):
                 found |= weights_of(mean, name, regmean(weight_matrix(mean, name), kept[f"answers.{name}"], gram))
         kept.update({name: torch.zeros_like(value) for name, value in kept.items()})
         return found
-
-
-@dataclass(eq=False)
-class LoRM(RegMean):
-    """Every round: `RegMean` of one factor of a `LoRA` network, the other one resting (Salami et al. 2025).
-
-    B learns in the first round and every second one, A being the same for all, and A in those between; the head learns
-    in all. As a factor's inputs are what it sees, ``A x`` for B, its closed form is ``(sum_k B_k A G_k A^T) (A (sum_k
-    G_k) A^T)^+`` for B and that of `RegMean` for A, the authors' two. They take ``alpha=0`` for the body, 0.5 for the
-    head; here it is one for both. Their merging of tasks is not here: a task goes on from the one before.
-
-    Example:
-        >>> LoRM(alpha=0.5).vectorizable
-        False
-    """
-
-    vectorizable: ClassVar[bool] = False
-
-    def trains(self, client: Client) -> Pattern | None:
-        return "!*.a.weight" if client.part.round % 2 == 0 else "!*.b.weight"
 
 
 def answers(weight: Tensor, gram: Tensor) -> Tensor:

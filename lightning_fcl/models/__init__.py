@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_fcl.models.dsicnet import DSICNet as DSICNet
     from lightning_fcl.models.dytox import DyTox as DyTox
     from lightning_fcl.models.esn import EchoStateNetwork as EchoStateNetwork
+    from lightning_fcl.models.generator import Generator as Generator
     from lightning_fcl.models.har_cnn import HARCNN as HARCNN
     from lightning_fcl.models.lora import LoRA as LoRA
     from lightning_fcl.models.lvt import LVT as LVT

@@ -62,7 +62,7 @@ class LoRA(Described):
                 f"{listed(name for name, _ in net.named_parameters())}. Change it."
             )
         for name, layer in chosen:
-            net.set_submodule(name, _Adapted(layer, rank, alpha / rank, train_a))
+            net.set_submodule(name, AdaptedLinear(layer, rank, alpha / rank, train_a))
         self.net = net
         if isinstance(net, EmbedsSamples):
             self.features = net.features
@@ -78,7 +78,9 @@ class LoRA(Described):
         return body.embed(x)
 
 
-class _Adapted(nn.Module):
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer, ``layer``, and ``scale * B A`` beside it. See `LoRA`."""
+
     def __init__(self, layer: nn.Linear, rank: int, scale: float, train_a: bool) -> None:
         super().__init__()
         self.layer, self.scale = layer, scale

@@ -156,7 +156,16 @@ def says_more(kind):
     return SaysMore
 
 
+def distils_at_once(kind):
+    class DistilsAtOnce(kind):
+        def penalty(self, client, step):
+            return super().penalty(client, step) * (1.1 if self.proxy else 1.0)
+
+    return DistilsAtOnce
+
+
 MUTANTS = {
+    "GLFC: in the first task": distils_at_once,
     "AFL": weighs_by_batch,
     "AnalyticFCL: of tasks": weighs_by_batch,
     "AnalyticFCL: what it says": says_more,

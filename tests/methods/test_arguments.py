@@ -39,7 +39,7 @@ WRONG = {
     "FedRep": {"head_epochs": 0},
     "FedViT": {"rho": 0, "distance": "euclid", "k": 0, "margin": -0.1, "integration_epochs": -1},
     "FedWEIT": {"l1": -1.0, "l2": -1.0, "mask_l1": -2.0, "weight_decay": nan, "sparsity": 1.0, "kb_size": -1},
-    "GLFC": {"strength": 1.5},
+    "GLFC": {"strength": 1.5, "iterations": 0},
     "GEM": {"margin": -1.0, "max_size": 0},
     "ICaRL": {"max_size": 0},
     "IntrinsicPlasticity": {"sigma": 0.0, "eta": nan, "min_gain": 0.0, "mu": inf, "local_epochs": 0},
@@ -52,6 +52,15 @@ WRONG = {
     "RegMean": {"alpha": 1.5},
     "Replay": {"max_size": 0.0, "policy": "best", "update": "never"},
     "SI": {"strength": -1, "decay": 1.5, "damping": 0.0},
+    "TARGET": {
+        "kd": -1.0,
+        "images": -1,
+        "batch_size": 1,
+        "steps": 0,
+        "width": 0,
+        "statistics": -1.0,
+        "temperature": 0.0,
+    },
 }
 
 

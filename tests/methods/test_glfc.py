@@ -2,10 +2,12 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.callbacks import GLFC, Replay
+from lightning_fcl.callbacks import GLFC, ContinualMetrics, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.glfc import class_aware_weights
@@ -152,6 +154,93 @@ def test_beside_exemplars_old_classes_are_weighed_among_themselves(fit, make_str
         assert all(torch.isfinite(value).all() for value in task.state_dict().values())
     with pytest.raises(AssertionError):
         assert_same(*tasks, 1e-3)
+
+
+class Climbs(Callback):
+    """Clients go up the loss in the later half of four rounds."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        trainer.optimizers[0].param_groups[0]["maximize"] = trainer.current_epoch % 4 >= 2
+
+
+class Models(Callback):
+    """The server's model after each round, what the proxy server has rebuilt, and its best model."""
+
+    def __init__(self):
+        self.states, self.kept = [], []
+
+    def on_round_end(self, trainer, pl_module):
+        self.states.append({name: value.clone() for name, value in pl_module.state_dict().items()})
+        self.kept.append({n: v.clone() for n, v in trainer.strategy.server.kept_for("GLFC").items()})
+
+
+def known(task, state, kept):
+    """How many of the rebuilt samples a model tells right."""
+    task = copy.deepcopy(task)
+    task.load_state_dict(state)
+    return int((task(kept["images"]).argmax(dim=1) == kept["labels"]).sum())
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("partition", ["iid", "dirichlet"])
+def test_the_best_old_model_is_the_one_that_tells_most_of_what_was_rebuilt(fit, make_stream, make_task, partition):
+    """Whatever the inversion does: images are as they are, and models are compared on them."""
+    behind = []
+    for seed in range(2):
+        task = make_task(model=MLP([6, 16, 4]), seed=seed)
+        models, stream = Models(), make_stream(partition=partition, rounds_per_experience=4, seed=seed)
+        trainer = fit(task, stream, [GLFC(proxy=True, iterations=5), models, Climbs()], cohort_size=1)
+        for first in (0, 4):
+            rounds = range(first, first + 4)
+            counts = [known(task, models.states[number], models.kept[first]) for number in rounds]
+            best = max(rounds, key=lambda number: (counts[number - first], number))
+            for name, value in models.states[best].items():
+                assert torch.equal(models.kept[first + 3][f"best.{name}"], value)
+            behind.append(best < first + 3)
+            assert torch.equal(models.kept[first + 3]["images"], models.kept[first]["images"])
+        teacher = trainer.strategy.server.store.memory("0", "GLFC")
+        for name in task.state_dict():
+            assert torch.equal(teacher[f"teacher.{name}"], models.kept[3][f"best.{name}"])
+    assert any(behind)  # not simply the last
+
+
+def test_the_proxy_server_rebuilds_a_moved_sample_of_each_class_of_each_client(fit, make_stream, make_task):
+    task, models, stream = make_task(model=MLP([6, 16, 4])), Models(), make_stream(partition="dirichlet")
+    metrics = ContinualMetrics()
+    fit(task, stream, [GLFC(proxy=True), models, metrics], cohort_size=1)
+    for number, kept in enumerate(models.kept):
+        rows = stream.plan.train[number]
+        held = [sorted(set(stream.take(own)[1].tolist())) for own in rows.values() if len(own)]
+        assert sorted(kept["labels"].tolist()) == sorted(label for labels in held for label in labels)
+        sent = metrics.record["rounds"][number]["upload_bytes"]
+        plain = sum(value.nbytes for value in task.state_dict().values())
+        assert sorted(sent.values()) == sorted(plain + 4 * len(labels) * (2 + 4 * 7) for labels in held)
+        x, y = stream.take(np.concatenate([*rows.values()]))
+        for image, label in zip(kept["images"], kept["labels"], strict=True):
+            apart = (x - image).norm(dim=1)
+            assert apart[y == label].min() < 1.5  # it is near to one, as far as 50 steps have moved it
+        assert not kept["gradients"].any()
+
+
+def test_a_proxy_server_changes_nothing_in_the_first_experience(fit, make_stream, make_task, assert_same):
+    for rounds, same in ((2, True), (4, False)):
+        tasks = [make_task(lambda params: torch.optim.SGD(params, lr=1.0)) for _ in range(2)]
+        for task, proxy in zip(tasks, (False, True), strict=True):
+            methods, stream = [GLFC(0.9, proxy, iterations=20)], make_stream(rounds_per_experience=2)
+            fit(task, stream, methods, cohort_size=1, max_epochs=rounds, seed=0)
+        if same:
+            assert_same(*tasks, 0)
+
+
+@pytest.mark.seconds
+def test_a_fit_with_a_proxy_server_goes_on_to_the_bit(assert_resumes, make_task):
+    assert_resumes(make_task, lambda: GLFC(0.5, proxy=True, iterations=20), cohort_size=1)
+
+
+def test_a_proxy_server_is_refused_where_there_is_no_federation(make_task, train, samples):
+    GLFC(proxy=False)
+    with pytest.raises(ValueError, match=r"for `GLFC\(proxy=True\)`"):
+        train(make_task(), [GLFC(proxy=True)], samples())
 
 
 def test_the_teacher_is_what_comes_first_in_an_experience():

@@ -1,5 +1,8 @@
 """RegMean and LoRM: layers that answer as their clients' do."""
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl.callbacks import ContinualMetrics, LoRM, RegMean
+from lightning_fcl.methods.client import Server
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix
 from lightning_fcl.methods.regmean import answers, regmean
 from lightning_fcl.models import MLP, LoRA
@@ -127,7 +131,7 @@ def lora(make_task, seed=0):
 def test_lorm_is_its_closed_form_one_factor_at_a_time(fit, make_stream, make_task):
     task, uploads = lora(make_task), Uploads()
     begun = task.model.net[1].a.weight.detach().double().clone()
-    stream = make_stream(partition="dirichlet", experiences=1, rounds_per_experience=2)
+    stream = make_stream(partition="dirichlet", experiences=1, rounds_per_experience=3)
     fit(task, stream, [LoRM(1.0), uploads], local_epochs=3)
     a, b = "model.net.1.a", "model.net.1.b"
     first, second = ([own for at, own in uploads.clients if at == number] for number in (0, 1))
@@ -142,6 +146,63 @@ def test_lorm_is_its_closed_form_one_factor_at_a_time(fit, make_stream, make_tas
     )
     assert torch.equal(uploads.server[1][f"{b}.weight"], after[f"{b}.weight"])
     assert not torch.equal(uploads.server[1][f"{a}.weight"].double(), begun)
+
+
+def whole(state, scale=1 / 2):
+    """The adapted layer with its addition."""
+    body, a, b = (state[f"model.net.1.{part}.weight"].double() for part in ("layer", "a", "b"))
+    return body + scale * b @ a
+
+
+class Merging(LoRM):
+    """It notes the adapted layer as the server has it before tasks come together."""
+
+    def server_turn(self, server):
+        alone = RegMean.server_turn(self, dataclasses.replace(server, kept=dict(server.kept)))
+        self.layers = [*vars(self).get("layers", []), whole({**server.state, **alone})]
+        return super().server_turn(server)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_tasks_come_together_by_least_squares_on_their_answers(fit, make_stream, make_task, rounds):
+    task, uploads, method = lora(make_task), Uploads(), Merging(1.0)
+    stream = make_stream(partition="dirichlet", experiences=2, rounds_per_experience=rounds)
+    fit(task, stream, [method, uploads], local_epochs=3)
+    ends, parts = [rounds - 1, 2 * rounds - 1], []
+    for number in ends:
+        rows = torch.cat([own["model.net.1.a"][0] for at, own in uploads.clients if at == number])
+        parts.append((rows, method.layers[number]))
+        state = uploads.server[number]
+        found = state["model.net.1.layer.weight"].double()
+        torch.testing.assert_close(found, least_squares(parts), rtol=1e-4, atol=1e-5)
+        assert not state["model.net.1.b.weight"].any()
+    torch.testing.assert_close(uploads.server[ends[0]]["model.net.1.layer.weight"].double(), parts[0][1])
+    assert (found - parts[1][1]).abs().max() > 1e-3  # the first task counts
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.0])
+def test_of_equal_grams_tasks_come_to_the_mean_of_their_layers(make_task, alpha):
+    task, method, draws = lora(make_task), LoRM(alpha), torch.Generator().manual_seed(0)
+    state, name = {n: v.clone() for n, v in task.state_dict().items()}, "model.net.1"
+    rows = torch.randn(30, 6, generator=draws).double()
+    gram = rows.T @ rows if alpha else rows.square().sum(dim=0)
+    kept = {f"tasks.gram.{name}": 0 * gram, f"tasks.answers.{name}": torch.zeros(16, 6).double(), "turn": torch.ones(1)}
+    layers = []
+    for _ in range(3):
+        for part in ("a", "b"):
+            state[f"{name}.{part}.weight"].normal_(generator=draws)
+        layers.append(whole(state))
+        kept[f"task.{name}"] = gram
+        state |= method.server_turn(Server({}, state, kept, 1.0, task, draws))
+        torch.testing.assert_close(state[f"{name}.layer.weight"].double(), sum(layers) / len(layers))
+        assert not state[f"{name}.b.weight"].any() and not kept[f"task.{name}"].any() and kept["turn"] == 0
+
+
+def test_a_task_begins_with_b_whatever_the_number_of_rounds(fit, make_stream, make_task):
+    task, uploads = lora(make_task), Uploads()
+    fit(task, make_stream(rounds_per_experience=3), [LoRM(0.0), uploads])
+    states = [state["model.net.1.a.weight"] for state in uploads.server]
+    assert [torch.equal(*pair) for pair in itertools.pairwise(states)] == [False, True, True, False, True]
 
 
 @pytest.mark.seconds

@@ -1,0 +1,157 @@
+"""TARGET: clients hold on to what the old model says of images that a generator has made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import above, argument, at_least
+from lightning_fcl.federation.aggregation import Rules, State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.methods.client import Client, Server
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.distillation import distillation_loss
+from lightning_fcl.methods.functional import evaluating, predictions
+from lightning_fcl.methods.method import Method, masked, padded, sample_size, with_classes
+from lightning_fcl.methods.prototypes import SumOfSome
+from lightning_fcl.methods.step import Step
+from lightning_fcl.models.generator import Generator, statistics_layers, with_statistics_distance
+
+
+@dataclass(eq=False)
+class TARGET(Method):
+    """Every step: distils old classes on images that the server has made, of no client's data (Zhang et al. 2023).
+
+    ``task loss + kd * KD`` over the logits of old classes, of a batch of these images, against what the server's model
+    said of them when the last experience ended. The paper's cross-entropy is among the experience's own classes: that
+    is ``MeanOutputLoss(mu=0.0)`` beside it; with a cross-entropy over all classes it keeps nothing. A network needs
+    batch normalisation.
+
+    When an experience ends the server makes ``images`` of them with a generator, which learns to make such that its
+    model takes for classes drawn at random, and whose statistics in the layers of batch normalisation are those that
+    these have kept (`with_statistics_distance`). They travel with their logits to each client in each round of the next
+    experience, in place of the old model. All that clients send for it is which classes there have been.
+
+    The authors' generator begins each batch from a meta-learnt state and has a student as an adversary, from its 20th
+    batch on; here one generator goes on from batch to batch, without a student.
+
+    Args:
+        kd: Weight of the distillation, at least 0; 0: no images are made.
+        images: How many are made, at least 0.
+        batch_size: Of them in each step, and made together, at least 2.
+        steps: Of the generator for each batch of them, at least 1.
+        width: Of the generator: see `Generator`.
+        statistics: Weight of the statistics for the generator, at least 0; that of the cross-entropy is 0.5.
+        temperature: Softens both sides, above 0.
+
+    Raises:
+        ValueError: If an argument is out of range, the Trainer is no federation's with images, or the module keeps no
+            statistics or gives no logits of classes.
+
+    Example:
+        >>> TARGET(batch_size=16).recall_size
+        16
+    """
+
+    needs: ClassVar[Needs] = Needs(logits=True, federation="no server makes images. Use the strategy")
+    reductions: ClassVar[Rules] = {"images": "download", "logits": "download", "ended": SumOfSome()}
+
+    kd: float = argument(25.0, at_least, 0)
+    images: int = argument(256, at_least, 0)
+    batch_size: int = argument(64, at_least, 2)
+    steps: int = argument(50, at_least, 1)
+    width: int = argument(16, at_least, 1)
+    statistics: float = argument(10.0, at_least, 0)
+    temperature: float = argument(2.0, above, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.recall_size = self.batch_size
+
+    @property
+    def _makes(self) -> bool:
+        return self.kd > 0 and self.images > 0
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._makes:
+            federation = need_federation(trainer, "TARGET", self.needs.federation)
+            self._size, self._classes = sample_size(federation, "TARGET"), federation.stream.num_classes
+            if len(self._size) != 3:
+                raise ValueError(
+                    f"Expected images, shape (channels, height, width), for `TARGET` but got samples of shape "
+                    f"{self._size}. Use another method."
+                )
+            statistics_layers(pl_module)
+
+    def server_state(self, module: L.LightningModule) -> State:
+        if not self._makes:
+            return {}
+        nothing = torch.zeros(0, device=module.device)
+        return {"images": nothing, "logits": nothing, "ended": nothing.new_zeros(self._classes)}
+
+    def on_download(self, client: Client) -> Memory:
+        nothing = torch.zeros(client.part.num_classes, dtype=torch.bool)
+        made = {name: value for name, value in client.shared.items() if name in ("images", "logits")}
+        return {**made, "old": with_classes(nothing, torch.tensor(client.part.old_classes, dtype=torch.long))}
+
+    def recall(self, client: Client) -> Mapping[str, Tensor]:
+        return {name: client.memory[name] for name in ("images", "logits") if name in client.memory}
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if not step.recalled:
+            return 0.0
+        old = padded(client.memory["old"], step.output.shape[-1]).to(step.output.device)
+        own, said = masked(step.outputs(step.recalled["images"]), old), masked(step.recalled["logits"], old)
+        return self.kd * step.recalled_weight * distillation_loss(own, said, self.temperature).mean()
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        return {}  # it comes anew in each round
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        part, ended = client.part, client.shared.get("ended")
+        if ended is None or not part.last_round:
+            return {}
+        return {"ended": with_classes(ended, torch.tensor(part.old_classes + part.new_classes, dtype=torch.long))}
+
+    def server_turn(self, server: Server) -> State:
+        if not (self._makes and server.kept["ended"].any()):
+            return {}
+        with isolate_rng():
+            torch.manual_seed(server.generator.initial_seed())
+            images = self._make(server.module, server.kept["ended"].nonzero()[:, 0])
+        logits = predictions(server.module, server.state, images)
+        server.kept.update({"images": images, "logits": logits, "ended": torch.zeros_like(server.kept["ended"])})
+        return {}
+
+    @torch.enable_grad()
+    def _make(self, module: L.LightningModule, classes: Tensor) -> Tensor:
+        """Images of some classes, by the model that is in the module, shape (images, channels, height, width)."""
+        generator, made = Generator(self._size, width=self.width).to(module.device), list[Tensor]()
+        learning = torch.optim.Adam(generator.parameters(), lr=0.002, betas=(0.5, 0.999))
+        with evaluating(module):
+            while len(made) * self.batch_size < self.images:
+                noise = torch.randn(self.batch_size, generator.noise).to(module.device).requires_grad_()
+                y = classes[torch.randint(len(classes), (self.batch_size,)).to(classes.device)]
+                moving, nearest = torch.optim.Adam([noise], lr=0.01, betas=(0.5, 0.999)), torch.inf
+                for _ in range(self.steps):
+                    images = generator(noise)
+                    logits, apart = with_statistics_distance(module, images)
+                    loss = 0.5 * F.cross_entropy(logits, y) + self.statistics * apart
+                    if float(loss) < nearest:
+                        nearest, best = float(loss), images.detach()
+                    leaves = [noise, *generator.parameters()]
+                    for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+                        leaf.grad = gradient
+                    learning.step()
+                    moving.step()
+                made.append(best)
+        return torch.cat(made)[: self.images]

@@ -1,0 +1,50 @@
+"""The generator of images, and how far statistics are from those that a network keeps."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fcl.models import Generator
+from lightning_fcl.models.generator import with_statistics_distance
+
+pytestmark = pytest.mark.rounding
+
+
+@pytest.mark.parametrize("size", [(1, 8, 8), (3, 32, 32), (2, 9, 14), (1, 1, 1)])
+def test_images_have_the_size(size):
+    assert Generator(size, noise=5, width=2)(torch.randn(3, 5)).shape == (3, *size)
+
+
+def two_layers():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3), nn.BatchNorm1d(3)
+    )
+    for _ in range(20):
+        net(torch.randn(30, 1, 8, 8))
+    return net.eval()
+
+
+def test_the_distance_is_that_of_means_and_variances_of_what_comes_into_layers():
+    net, x = two_layers(), 2 * torch.randn(30, 1, 8, 8) + 1
+    first = net[0](x)
+    second = net[:5](x)
+    wanted = 0.0
+    for rows, norm in ((first.permute(0, 2, 3, 1).reshape(-1, 2), net[1]), (second, net[5])):
+        wanted += (rows.mean(0) - norm.running_mean).norm() + (rows.var(0, correction=0) - norm.running_var).norm()
+    output, found = with_statistics_distance(net, x)
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(output, net(x)) and not net[1]._forward_pre_hooks
+
+
+def test_what_a_network_was_trained_on_is_nearer_than_anything_else():
+    net = two_layers()
+    near, far = (with_statistics_distance(net, x)[1] for x in (torch.randn(500, 1, 8, 8), torch.rand(500, 1, 8, 8)))
+    assert near < 0.5 * far
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="Expected `width` to be at least 1"):
+        Generator((1, 8, 8), width=0)
+    with pytest.raises(ValueError, match="Expected a network with layers of batch normalisation"):
+        with_statistics_distance(nn.Linear(2, 2), torch.zeros(1, 2))
