@@ -135,13 +135,16 @@ class ContinualMetrics(Callback):
                 "predicts by what it has when its epoch ends, but it stands before it. Change their order."
             )
 
-    def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
+    def looks_at_clients(self, pl_module: L.LightningModule) -> bool:
         predicts = pl_module.local_models if isinstance(pl_module, HasLocalModels) else True
-        if not (predicts and self._tests(client_round.client)):
+        return predicts and self.when != "aggregated" and self.clients != "none"
+
+    def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
+        if not (self.looks_at_clients(pl_module) and self._tests(client_round.client)):
             return
         if self.when == "trained":
             self._current[client_round.client] = self._evaluate(pl_module, client_round.client)
-        elif self.when == "both" and self._was_last(trainer, client_round):
+        elif self._was_last(trainer, client_round):
             trained = {name: value.detach().clone() for name, value in entries(pl_module).items()}
             federation = federation_of(trainer)
             assert federation is not None  # in which alone clients end

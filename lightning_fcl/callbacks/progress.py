@@ -82,6 +82,9 @@ class FederatedProgressBar(ProgressBar):
             of_all = f"{round + 1}/{trainer.max_epochs}"
             self._bar.update(self._task, experience=f"{now + 1}/{last + 1}", round=of_all)
 
+    def looks_at_clients(self, pl_module: L.LightningModule) -> bool:
+        return False
+
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         if self._bar is not None:
             speed = self._bar.tasks[0].speed

@@ -58,7 +58,8 @@ class ExactSum:
             for piece, part in zip(self._pieces, _split(rows[0], self._step), strict=False):
                 piece.add(part, weights, None, self._entry)
             return
-        together = max(1, min(PIECE // max(1, self.size), 1 << 9))
+        wide = rows.dtype is torch.float64
+        together = 1 << 9 if wide else max(1, min(PIECE // max(1, self.size), 1 << 9))
         factors = _split(weights.column.to(self._device), together)
         for piece, columns in zip(self._pieces, _split(rows, self._step, dim=1), strict=False):
             for part, factor in zip(_split(columns, together), factors, strict=True):

@@ -96,13 +96,13 @@ class Piece:
 
     def add(self, values: Tensor, weights: Weights, column: Tensor | None, entry: str) -> None:
         """Add one client's values, shape (size,), or several clients', (clients, size), with a column of weights."""
+        if column is not None and values.dtype is torch.float64:
+            for total in _sums(values, weights, column, entry):
+                self._add(total, _bench.clear(total)[1], 1, _largest(total), 0.0)
+            return
         numbers, spare, absolute = _bench.clear(values)
         least, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
-        if not largest * weights.largest < 2.0**_HIGHEST:
-            raise ValueError(
-                f"Expected finite numbers below 8e270 in `{entry}`, each times its weight, but got {largest} and "
-                f"weights up to {weights.largest}."
-            )
+        _check(largest, weights, entry)
         exact = weights.whole and values.dtype in NARROW
         # A power of two of which all numbers are multiples: the last bit of the smallest.
         unit = math.ldexp(1.0, math.frexp(least)[1] - NARROW[values.dtype]) if exact and least else 0.0
@@ -130,8 +130,7 @@ class Piece:
             limb.offsets += times * clients * ((1075 + limb.exponent << 52) + (1 << 51))
             if complete:
                 return
-            numbers.sub_(rounded.sub_(offset))
-            largest = torch.abs(numbers, out=spare).max().item()
+            largest = _largest(numbers.sub_(rounded.sub_(offset)))
 
     def _limb(self, size: int, times: int, rows: int) -> _Limb:
         """A limb for numbers below 2^size, which leaves at least 20 bits of the largest."""
@@ -200,6 +199,47 @@ class Piece:
             left_out += total - (both - high)  # exactly what the sum has been rounded by
             total = both
         return total + left_out
+
+
+def _sums(rows: Tensor, weights: Weights, column: Tensor, entry: str) -> list[Tensor]:
+    """Numbers of several clients, shape (clients, size), added up: a few tensors whose exact sum is theirs.
+
+    Each number, times its weight, is cut into parts of so few bits that no sum of all clients' is rounded.
+    """
+    bits = 52 - len(rows).bit_length()
+    width = max(1, PIECE // len(rows)) if rows.device.type == "cpu" else rows.shape[1]
+    sums: list[Tensor] = []
+    for start in range(0, rows.shape[1], width):
+        left = rows[:, start : start + width]
+        rest, high, _ = _bench.clear(left)
+        largest = _largest(left)
+        _check(largest, weights, entry)
+        if not weights.ones:
+            left = torch.mul(left, column, out=rest)
+            largest *= weights.largest
+        level = 0
+        while largest > 0:
+            if level == len(sums):
+                sums.append(rows.new_zeros(rows.shape[1]))
+            offset = math.ldexp(1.5, 52 - bits + math.frexp(largest)[1])  # as in `Piece`
+            torch.add(left, offset, out=high).sub_(offset)
+            torch.sum(high, dim=0, out=sums[level][start : start + width])
+            left = torch.sub(left, high, out=rest)
+            largest, level = _largest(left), level + 1
+    return sums
+
+
+def _largest(values: Tensor) -> float:
+    """The largest absolute value, or NaN if there is one."""
+    return max(abs(bound.item()) for bound in torch.aminmax(values))
+
+
+def _check(largest: float, weights: Weights, entry: str) -> None:
+    if not largest * weights.largest < 2.0**_HIGHEST:
+        raise ValueError(
+            f"Expected finite numbers below 8e270 in `{entry}`, each times its weight, but got {largest} and weights "
+            f"up to {weights.largest}."
+        )
 
 
 def _carry(*summands: Mapping[int, Tensor]) -> Digits:

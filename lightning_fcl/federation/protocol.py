@@ -75,6 +75,14 @@ class ListensToClients(Protocol):
 
 
 @runtime_checkable
+class LooksAtClients(ListensToClients, Protocol):
+    """A `ListensToClients` that does not always look at the client's state: where nobody does, it is not loaded."""
+
+    def looks_at_clients(self, pl_module: L.LightningModule) -> bool:
+        """Whether it does in the round that begins."""
+
+
+@runtime_checkable
 class ListensToRounds(Protocol):
     """A callback that is told when a round is done, the server's state in the module."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -170,16 +171,19 @@ class RidgeReadout(DoublePrecision):
 
 def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
     """Add ``targets^T states`` to ``a`` and ``states^T states`` to ``b`` (square or packed), in double precision."""
-    full = b if b.dim() == 2 else torch.zeros(states.shape[1], states.shape[1], dtype=b.dtype, device=b.device)
+    size = states.shape[1]
     for part, wanted in zip(torch.split(states, PIECE), torch.split(targets, PIECE), strict=True):
-        wide = part.double()
-        for i in range(0, len(full), STRIPE):
-            full[i : i + STRIPE, i:].addmm_(wide[:, i : i + STRIPE].t(), wide[:, i:])
+        wide, end = part.double(), 0
+        for i in range(0, size, STRIPE):
+            rows, columns = wide[:, i : i + STRIPE].t(), wide[:, i:]
+            if b.dim() == 2:
+                b[i : i + STRIPE, i:].addmm_(rows, columns)
+            else:
+                upper = packed(rows @ columns)
+                start, end = end, end + len(upper)
+                b[start:end] += upper
         a.addmm_(wanted.double().t(), wide)
-    if full is not b:
-        b += packed(full)
-        return
-    for i in range(0, len(b), STRIPE):
+    for i in range(0, size if b.dim() == 2 else 0, STRIPE):
         b[i + STRIPE :, i : i + STRIPE] = b[i : i + STRIPE, i + STRIPE :].t()
 
 
@@ -260,7 +264,14 @@ def add_to_diagonal(b: Tensor, size: int, value: float) -> None:
 
 def packed(full: Tensor) -> Tensor:
     """The upper triangle of a matrix, row after row."""
-    return torch.cat([row[i:] for i, row in enumerate(full)])
+    return full.flatten().index_select(0, _upper(*full.shape, full.device))
+
+
+@lru_cache(maxsize=64)
+def _upper(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Where the upper triangle is among a matrix's numbers, row after row."""
+    row, column = torch.triu_indices(rows, columns, dtype=torch.int32, device=device)
+    return row * columns + column
 
 
 def square(b: Tensor, size: int) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_fcl.federation.aggregation import State, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
-from lightning_fcl.federation.protocol import ListensToClients
+from lightning_fcl.federation.protocol import ListensToClients, LooksAtClients
 from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
@@ -62,6 +62,7 @@ class Round:
         self.steps_before = 0  # the Trainer's, when the round began
         self._work = work
         self._listeners: list[ListensToClients] = []
+        self._watched = False  # whether one of them looks at clients' states
         self._read: Iterator[Any] | None = None  # what comes for the cohorts' requests; None: samples are in memory
         self._batches = max(1, sum(map(len, self.cohorts)))
         self._steps: Generator[Any, None, None] = self._run()
@@ -136,6 +137,9 @@ class Round:
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
         self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
+        self._watched = any(
+            not isinstance(one, LooksAtClients) or one.looks_at_clients(federation.module) for one in self._listeners
+        )
         self.done = self.settled = False
 
     def abandon(self) -> None:
@@ -180,13 +184,15 @@ class Round:
         taken = _in_reach(send, federation.server.record, clients, sent, missed)
         _name_diverged(federation.server.record, clients, trained, taken)
         personal = federation.server.personal or participation.swarm is not None
-        if not (federation.methods or federation.strategy.keep_optimizer or personal or self._listeners):
-            return  # nothing stays with the clients, and nobody looks at them
+        keeping = bool(federation.methods) or federation.strategy.keep_optimizer or personal
+        if not (keeping or self._listeners):
+            return  # nothing stays with the clients, and nobody listens
         for row, client in enumerate(clients):
             if not taken[row]:
                 continue
-            self._end_client(cohort, trained, row, missed[row])
-            if self._listeners and trained.own is None:
+            if keeping:
+                self._end_client(cohort, trained, row, missed[row])
+            if self._watched and trained.own is None:
                 load_entries(federation.module, trained.state(row))
             for listener in self._listeners:
                 listener.on_client_end(federation.module.trainer, federation.module, client)

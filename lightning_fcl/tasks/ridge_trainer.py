@@ -42,6 +42,7 @@ class RidgeTrainer:
         self.client_rounds: Sequence[ClientRound] = ()
         self.memories: Sequence[Sequence[Memory]] = ()
         self._a = self._b = torch.empty(0)
+        self._room: dict[str, Tensor] = {}  # for one cohort's after the other: new memory would cost more than the work
         self._n: list[int] = []
         self._warned: set[str] = set()
 
@@ -54,7 +55,7 @@ class RidgeTrainer:
     ) -> None:
         self.client_rounds, self.memories = clients, memories
         statistics = self.module.statistics
-        self._a, b = (torch.stack([self._begun(state, name) for state in states]) for name in statistics.names)
+        self._a, b = (self._stacked([self._begun(state, name) for state in states], name) for name in statistics.names)
         self._b = statistics.begin(b, clients)
         self._n = [int(self._begun(state, "readout.n")) for state in states]
         if self.module.gamma:  # what could not be sent holds it
@@ -65,6 +66,13 @@ class RidgeTrainer:
         """What a client's sums begin with: nothing, or what has stayed with it, if that is of the same body."""
         same = torch.equal(state["readout.tag"], self.module.readout.tag)
         return state[name] if same else torch.zeros_like(state[name])
+
+    def _stacked(self, rows: Sequence[Tensor], name: str) -> Tensor:
+        room = self._room.get(name)
+        if room is None or len(room) < len(rows) or room.device != rows[0].device:
+            room = self._room[name] = torch.stack(list(rows))
+            return room
+        return torch.stack(list(rows), out=room[: len(rows)])
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
         assert weight is not None  # batches are stacked
