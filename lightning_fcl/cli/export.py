@@ -1,4 +1,4 @@
-"""`lightning-fcl export`: a run's model as files for devices."""
+"""`lightning-fcl export`: the model of a run, or of the zoo, as files for devices."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.description = "Write a run's model as files for devices, compared with PyTorch."
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
+    parser.description = "Write a model as files for devices, compared with PyTorch."
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, --out of `fit`; or a name of the zoo")
     parser.add_argument("--format", choices=("onnx", "executorch"), default="onnx", help="(default: onnx)")
     parser.add_argument("--int8", action="store_true", help="the classifier's convolutions of 8 bits, in ONNX")
     parser.add_argument("--out", type=Path, help="folder of the files (default: RUN/export)")
@@ -19,28 +19,31 @@ def run(options: Namespace) -> None:
     import torch
     from torch import nn
 
-    from lightning_fcl.data.features import WithBackbone, images_of, pixels_of
+    from lightning_fcl.data.features import WithBackbone, set_up_images
     from lightning_fcl.data.scenarios import IntArray
     from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_int8_onnx, export_onnx
     from lightning_fcl.running.parts import trained_parts
+    from lightning_fcl.zoo.loading import load
+    from lightning_fcl.zoo.registry import list_models
+    from lightning_fcl.zoo.verifying import recipe_parts
 
-    parts = trained_parts(options.run)
-    stream, classifier = parts.datamodule, WithoutTrainer(parts.model)
-    features, stream.features = stream.features, None  # the file takes images
-    stream.setup("test")
+    name = str(options.run)
+    if not options.run.exists() and name.partition("@")[0] in list_models():
+        model = load(name)
+        parts, model = recipe_parts(model.entry.recipe, name), model.network
+    else:
+        parts = trained_parts(options.run)
+        model = WithoutTrainer(parts.model)
+    stream = parts.datamodule
+    features = set_up_images(stream)  # the file takes images
 
     def inputs(rows: IntArray) -> torch.Tensor:
         """A hundred of some samples, as the file takes them."""
-        chosen = rows[:: max(1, len(rows) // 100)][:100]
-        if features is not None:
-            return pixels_of(torch.cat([*images_of(stream.samples, rows=chosen)]))
-        x: torch.Tensor = stream.take(chosen)[0]
+        x: torch.Tensor = stream.take(rows[:: max(1, len(rows) // 100)][:100])[0]
         return x
 
     example = inputs(stream.plan.test)
-    modules: dict[str, nn.Module] = {"classifier": classifier}
-    if features is not None:
-        modules["classifier"] = WithBackbone(features, classifier)
+    modules: dict[str, nn.Module] = {"classifier": model if features is None else WithBackbone(features, model)}
     backbone = getattr(getattr(parts.model, "model", None), "backbone", None)
     if isinstance(backbone, nn.Module):
         modules["backbone"] = backbone

@@ -53,6 +53,7 @@ class FrozenBackbone(Described):
         # Where channels come last in memory, CPUs take about .6 of the time.
         self.network = network.to(memory_format=torch.channels_last)
         self.size = size
+        self.packaged = False  # whether a package brings its weights, wherever it is made
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1))
         self.eval().requires_grad_(False)
@@ -145,8 +146,27 @@ def frozen_backbone(
     told = network.pretrained_cfg
     _load(network, weights, own)
     if own:  # as it was trained: (x - 127) / 128
-        return FrozenBackbone(network, size or 128, [127 / 255] * 3, [128 / 255] * 3)
+        backbone = FrozenBackbone(network, size or 128, [127 / 255] * 3, [128 / 255] * 3)
+        backbone.packaged = True
+        return backbone
     return FrozenBackbone(network, size or told["input_size"][-1], told["mean"], told["std"])
+
+
+def packaged_state(network: nn.Module) -> dict[str, Tensor]:
+    """The entries of a network's state that a package brings wherever it is made: of a `frozen_backbone`, its weights.
+
+    Example:
+        >>> len(packaged_state(nn.Sequential(frozen_backbone(), nn.Linear(1280, 2)))) > 200
+        True
+    """
+    backbones = {f"{n}." if n else "": m for n, m in network.named_modules() if isinstance(m, FrozenBackbone)}
+    return {f"{n}{key}": v for n, m in backbones.items() if m.packaged for key, v in m.state_dict().items()}
+
+
+def example_input(network: nn.Module, shape: Sequence[int]) -> Tensor:
+    """Two samples that a network takes, drawn from a seed: normal, or of pixels for a `FrozenBackbone` in it."""
+    draw = torch.rand if any(isinstance(part, FrozenBackbone) for part in network.modules()) else torch.randn
+    return draw(2, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def _load(network: nn.Module, weights: str, in_order: bool) -> None:

@@ -17,11 +17,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import TemporaryFolder, check_digest
 from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.methods.method import Method
+from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.running.parts import RecipeParts, with_checkpoint
 from lightning_fcl.zoo.entry import CONTINUE, Entry, read_files, read_folder
 from lightning_fcl.zoo.registry import folder_of
@@ -63,7 +65,7 @@ class Continuation:
         self.trainer.fit(self.module, datamodule=self.stream, ckpt_path=str(self.checkpoint))
 
 
-def continue_from(name: str | Path, clients: str | Path | None = None) -> Continuation:
+def continue_from(name: str | Path, clients: str | Path | None = None, classes: int | None = None) -> Continuation:
     """Go on learning where a published network stopped.
 
     With what the clients have kept, `Continuation.fit` comes to the same bits as a run that was never stopped; without
@@ -75,10 +77,12 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
         name: As `lightning_fcl.zoo.load` takes it.
         clients: A checkpoint of the clients' own federation, of the same recipe and round, from which only what clients
             keep is taken; None: they begin anew.
+        classes: So many classes of one's own are to be learnt beside those of the entry: their labels come behind
+            these. Of a readout that is solved for; None: no more.
 
     Raises:
-        ValueError: If the entry cannot be continued, its recipe is not of this package, or the clients' checkpoint is
-            of another run.
+        ValueError: If the entry cannot be continued, or with no more classes, its recipe is not of this package, or the
+            clients' checkpoint is of another run.
         FileNotFoundError: If a file is missing, or the data are not there.
     """
     folder = folder_of(name, to_continue=True)
@@ -88,6 +92,14 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
             f"Expected a network that can go on learning but {entry.full_name} cannot: "
             f"{entry.recipe.get('ends', 'nothing to go on from was published')}."
         )
+    if classes is not None:
+        at_least(1, classes=classes)
+        if entry.outputs not in ("0/1", "-1/1"):
+            raise ValueError(
+                f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.outputs}, but got {classes}: "
+                "only a readout that is solved for learns more than it was made for. "
+                "`create_model(..., num_classes=...)` gives a new head."
+            )
     check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)
     _, kept = _federation(checkpoint)
@@ -99,13 +111,25 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
                 f"Expected `clients` of the published recipe, seed and data but {clients} is of others. Leave it out."
             )
         kept["clients"] = dict(own["clients"])
-    parts = recipe_parts(entry.recipe, entry.full_name)
+    new = () if classes is None else ("--model.num_classes", str(len(entry.classes) + classes))
+    parts = recipe_parts(entry.recipe, entry.full_name, new)
+    checkpoint["state_dict"] |= packaged_state(parts.model)
+    if classes is not None:
+        _add_classes(checkpoint["state_dict"], parts.model)
     trainer = parts.make_trainer()
     module = with_checkpoint(parts, checkpoint).model
     temporary = TemporaryFolder("continue")
     path = temporary.path / "continue.ckpt"
     torch.save(checkpoint, path)
     return Continuation(trainer, module, parts.datamodule, path, entry, temporary)
+
+
+def _add_classes(state: dict[str, Tensor], module: L.LightningModule) -> None:
+    """Make a readout's state that of a module with more classes: zeros, as for classes that nobody has seen yet."""
+    for name, value in module.state_dict().items():
+        if (known := state[name]).shape != value.shape:
+            state[name] = torch.zeros_like(value)
+            state[name][tuple(map(slice, known.shape))] = known
 
 
 def continuation(checkpoint: Mapping[str, Any], parts: RecipeParts, first: bool) -> dict[str, Any] | str:
@@ -129,7 +153,9 @@ def continuation(checkpoint: Mapping[str, Any], parts: RecipeParts, first: bool)
         if not first:
             return "sums were published by this name before, and a difference of two may be a single client's"
     callbacks = {name: value for name, value in checkpoint["callbacks"].items() if name in methods}
-    return {**checkpoint, "callbacks": {key: {**kept, "clients": {}}, **callbacks}}
+    packaged = packaged_state(parts.model)
+    state = {name: value for name, value in checkpoint["state_dict"].items() if name not in packaged}
+    return {**checkpoint, "state_dict": state, "callbacks": {key: {**kept, "clients": {}}, **callbacks}}
 
 
 def continuation_bytes(content: Mapping[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.federation.aggregation import check_state
+from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.models.described import Described, rebuild
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import ReservoirReadout
@@ -147,8 +148,9 @@ def make_network(entry: Entry) -> nn.Module:
 
 
 def fill(network: nn.Module, tensors: Mapping[str, Tensor], entry: Entry) -> Pretrained:
-    """A network with weights of a file, perhaps of half precision: each that it has, and no other."""
+    """A network with weights of a file, perhaps of half precision: each that no package has brought, and no other."""
     whole = {name: value.float() if value.dtype == torch.half else value for name, value in tensors.items()}
+    whole |= packaged_state(network)
     check_state(network, whole)
     network.load_state_dict(whole)
     return Pretrained(network, entry)

@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from lightning_fcl.data.features import set_up_images
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
 from lightning_fcl.errors import require
@@ -24,6 +25,7 @@ from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
+from lightning_fcl.models.backbone import example_input, packaged_state
 from lightning_fcl.models.described import plain_description
 from lightning_fcl.running.parts import RecipeParts, read_parts, trained_checkpoint, with_checkpoint
 from lightning_fcl.running.rows import paper_folder, place_of
@@ -124,7 +126,7 @@ def publish(
             f"Expected a task that names classes, with `network()` and `gives`, but {type(task).__name__} has none."
         )
     stream: FederatedStream = parts.datamodule
-    stream.setup("test")
+    backbone = set_up_images(stream)
     network = task.network().eval()
     classes = [] if features or _private(parts) else list(stream.classes)
     recipe = {**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]}
@@ -148,9 +150,13 @@ def publish(
         made_with={**results["versions"], "machine": results["machine"]},
     )
     model = Pretrained(network, entry)
-    models = {halved: model for halved in ([False, True] if half is None and classes else [bool(half)])}
+    either = half is None and classes and any(v.dtype == torch.float32 for v in _tensors(network, half=False).values())
+    models = {halved: model for halved in ([False, True] if either else [bool(half)])}
     if True in models:  # as it is loaded from a file that holds it in half precision
         models[True] = fill(make_network(entry), _tensors(network, half=True), entry)
+    if backbone is not None:  # its features have been made for the run
+        stream.features = backbone
+        stream.hold(stream.samples)
     accuracy = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
     half = len(accuracy) == 2 and abs(accuracy[True] - accuracy[False]) <= LOST if half is None else half
     metrics = {"test_accuracy": accuracy[half], **entry.metrics} if accuracy else entry.metrics
@@ -186,10 +192,12 @@ def _private(parts: RecipeParts) -> bool:
 
 
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
-    """What a file holds of a network: those of 32 bits in 16, if wanted; all others as they are."""
+    """What a file holds of a network: those of 32 bits in 16, if wanted; all others as they are, but for packaged ones."""
+    packaged = packaged_state(network)
     return {
         name: (value.half() if half and value.dtype == torch.float32 else value.detach()).contiguous()
         for name, value in network.state_dict().items()
+        if name not in packaged
     }
 
 
@@ -203,13 +211,13 @@ def _write(network: nn.Module, entry: Entry, later: dict[str, Any] | str, to: Pa
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     write_whole(partial / WEIGHTS, save(_tensors(network, entry.stored == "float16")))
-    sample = torch.randn(2, *entry.shape, generator=torch.Generator().manual_seed(0))
+    sample = example_input(network, entry.shape)
     with torch.no_grad():
         pair = {"input": sample, "output": features_or_outputs(Pretrained(network, entry), sample).contiguous()}
     write_whole(partial / CHECK, save(pair))
     if not isinstance(later, str):
         write_whole(partial / CONTINUE, continuation_bytes(later))
-    write_whole(partial / CARD, card(entry, spread_of(entry), network.state_dict()))
+    write_whole(partial / CARD, card(entry, spread_of(entry), _tensors(network, half=False)))
     write_whole(partial / CONFIG, json.dumps(asdict(entry), indent=1, ensure_ascii=False) + "\n")
     write_list(partial)
     load_folder(partial)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fcl.data.features import set_up_images
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import resolve_recipe
@@ -76,7 +77,7 @@ def verify(name: str | Path) -> Verdict:
     else:
         try:
             stream = recipe_parts(entry.recipe, entry.full_name).datamodule
-            stream.setup("test")
+            set_up_images(stream)
             measured = test_accuracy(model, stream)
         except (FileNotFoundError, UnknownRecipeError) as error:
             why = str(error)
@@ -125,12 +126,16 @@ def _candidates(told: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Seque
         return
 
 
-def recipe_parts(recipe: Mapping[str, Any], name: str) -> RecipeParts:
-    """What the recipe of a published network stands for, if it is one of the package as it is now."""
+def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[str] = ()) -> RecipeParts:
+    """What the recipe of a published network stands for, if it is one of the package as it is now.
+
+    Args:
+        over: Further words of its command line, which go over it.
+    """
     for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.
         if _recipe_mark(configs, words).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
-            return read_parts(configs, [*words, "--data.seed", str(seed)])
+            return read_parts(configs, [*words, "--data.seed", str(seed), *over])
     raise UnknownRecipeError(
         f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
         "tells of, or hand in the recipe."

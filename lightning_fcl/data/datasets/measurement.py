@@ -115,7 +115,9 @@ class Measurement:
         )
         of = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
         at = f" at {self.rate:g} Hz" if self.rate else ""
-        return f"{size}{at}: {names}; scaled by the mean and deviation of {of[self.scaled_over]}"
+        whole = not any(self.mean or (1,)) and self.std == self.high
+        scale = "to 0 to 1" if whole else f"by the mean and deviation of {of[self.scaled_over]}"
+        return f"{size}{at}: {names}; scaled {scale}"
 
     def _along(self, values: Sequence[float] | None) -> NDArray[np.float64]:
         """A value of each channel, of a shape that broadcasts to a sample."""
