@@ -19,7 +19,7 @@ def run(options: Namespace) -> None:
     import torch
     from torch import nn
 
-    from lightning_fcl.data.features import WithBackbone, set_up_images
+    from lightning_fcl.data.features import WithBackbone
     from lightning_fcl.data.scenarios import IntArray
     from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_int8_onnx, export_onnx
     from lightning_fcl.running.parts import trained_parts
@@ -35,7 +35,7 @@ def run(options: Namespace) -> None:
         parts = trained_parts(options.run)
         model = WithoutTrainer(parts.model)
     stream = parts.datamodule
-    features = set_up_images(stream)  # the file takes images
+    features = stream.setup_images()  # the file takes images
 
     def inputs(rows: IntArray) -> torch.Tensor:
         """A hundred of some samples, as the file takes them."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.evaluation.files import cache_folder, locked, replacing, writing
 from lightning_fcl.models.backbone import frozen_backbone
-
-if TYPE_CHECKING:
-    from lightning_fcl.data.stream import FederatedStream
 
 _BATCH = 16  # what layers hand on stays in a CPU's cache: half the time that a batch of 64 takes, for each image
 _DIGEST = 32  # bytes of a SHA-256, behind the features
@@ -96,21 +93,14 @@ def pixels_of(x: Tensor) -> Tensor:
     return x / 255 if x.dtype == torch.uint8 else x
 
 
-def set_up_images(stream: FederatedStream) -> nn.Module | str | None:
-    """Set up a stream for tests on images as a backbone takes them, and not on features; the backbone, if it has one.
-
-    Pixels of samples are from 0 to 1, whatever mean and deviation the data have.
-    """
-    features, stream.features = stream.features, None
-    stream.setup("test")
-    samples = stream.samples
-    if features is not None and isinstance(samples.x, Tensor) and samples.x.dtype == torch.uint8:
-        measured, channels = samples.measurement, samples.x.shape[1]
-        if measured is not None:
-            measured = replace(measured, mean=(0.0,) * channels, std=(255.0,) * channels)
-        scale = (torch.tensor(0.0), torch.tensor(255.0))
-        stream.samples = replace(samples, scale=scale, measurement=measured)
-    return features
+def as_pixels(samples: Samples) -> Samples:
+    """Images as a backbone takes them: stored bytes become numbers from 0 to 1, and are not normalised."""
+    if not isinstance(samples.x, Tensor) or samples.x.dtype != torch.uint8:
+        return samples
+    measured, channels = samples.measurement, samples.x.shape[1]
+    if measured is not None:
+        measured = replace(measured, mean=(0.0,) * channels, std=(255.0,) * channels)
+    return replace(samples, scale=(torch.tensor(0.0), torch.tensor(255.0)), measurement=measured)
 
 
 def clear_features() -> tuple[int, int]:

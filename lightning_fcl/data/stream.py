@@ -20,7 +20,7 @@ from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.data_module import TRANSFER_HOOKS, call_seeded, lend_hooks, modules_of
 from lightning_fcl.data.experiences import Benchmark, experiences_of, refuse_dealt, scenario_of
-from lightning_fcl.data.features import embedded
+from lightning_fcl.data.features import as_pixels, embedded
 from lightning_fcl.data.own import Data, names_clients, of_anything, samples_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Samples, name_of, normalised, rows_of
@@ -217,6 +217,14 @@ class FederatedStream(L.LightningDataModule):
             self._torn_down = False
         if isinstance(self.data, L.LightningDataModule) and stage == "predict":
             call_seeded(self.seed, self.data.setup, stage)
+
+    def setup_images(self) -> nn.Module | str | None:
+        """As `setup`, to test on images in place of features, as the backbone takes them, which comes back."""
+        backbone, self.features = self.features, None
+        self.setup("test")
+        if backbone is not None:
+            self.samples = as_pixels(self.samples)
+        return backbone
 
     def teardown(self, stage: str) -> None:
         """Let data modules close what they have open; what comes next sets them up anew."""

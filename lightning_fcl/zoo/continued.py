@@ -111,11 +111,13 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
                 f"Expected `clients` of the published recipe, seed and data but {clients} is of others. Leave it out."
             )
         kept["clients"] = dict(own["clients"])
-    new = () if classes is None else ("--model.num_classes", str(len(entry.classes) + classes))
-    parts = recipe_parts(entry.recipe, entry.full_name, new)
-    checkpoint["state_dict"] |= packaged_state(parts.model)
+    state, over = checkpoint["state_dict"], tuple[str, ...]()
+    if classes is not None:  # its readout may have had more outputs than its data have classes
+        over = "--model.num_classes", str(max(len(state["readout.weight"]), len(entry.classes) + classes))
+    parts = recipe_parts(entry.recipe, entry.full_name, over)
+    state |= packaged_state(parts.model)
     if classes is not None:
-        _add_classes(checkpoint["state_dict"], parts.model)
+        _add_classes(state, parts.model)
     trainer = parts.make_trainer()
     module = with_checkpoint(parts, checkpoint).model
     temporary = TemporaryFolder("continue")

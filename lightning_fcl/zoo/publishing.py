@@ -15,7 +15,6 @@ import yaml
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from lightning_fcl.data.features import set_up_images
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
 from lightning_fcl.errors import require
@@ -126,7 +125,7 @@ def publish(
             f"Expected a task that names classes, with `network()` and `gives`, but {type(task).__name__} has none."
         )
     stream: FederatedStream = parts.datamodule
-    backbone = set_up_images(stream)
+    backbone = stream.setup_images()
     network = task.network().eval()
     classes = [] if features or _private(parts) else list(stream.classes)
     recipe = {**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]}
@@ -192,7 +191,7 @@ def _private(parts: RecipeParts) -> bool:
 
 
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
-    """What a file holds of a network: those of 32 bits in 16, if wanted; all others as they are, but for packaged ones."""
+    """What a file holds of a network: those of 32 bits in 16, if wanted; none that a package brings."""
     packaged = packaged_state(network)
     return {
         name: (value.half() if half and value.dtype == torch.float32 else value.detach()).contiguous()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.features import set_up_images
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import resolve_recipe
@@ -77,7 +76,7 @@ def verify(name: str | Path) -> Verdict:
     else:
         try:
             stream = recipe_parts(entry.recipe, entry.full_name).datamodule
-            set_up_images(stream)
+            stream.setup_images()
             measured = test_accuracy(model, stream)
         except (FileNotFoundError, UnknownRecipeError) as error:
             why = str(error)

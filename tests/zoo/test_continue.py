@@ -1,14 +1,20 @@
+import copy
 from collections import Counter
 
+import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 import yaml
+from sklearn.datasets import load_digits
 
-from lightning_fcl import zoo
+from lightning_fcl import FederatedStream, RidgeClassifier, zoo
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.running.parts import trained_checkpoint
 from lightning_fcl.zoo import verifying as recipes
 from lightning_fcl.zoo.continued import read_continuation
-from lightning_fcl.zoo.entry import CONTINUE
+from lightning_fcl.zoo.entry import CONTINUE, WEIGHTS
+from lightning_fcl.zoo.loading import read_tensors
 from lightning_fcl.zoo.publishing import publish
 
 SMALL = {
@@ -158,6 +164,74 @@ def test_a_checkpoint_of_other_clients_is_refused(published, fit, tmp_path):
     other = fit(tmp_path / "other", 1, SMALL, {**KEEPS_NOTHING, "seed_everything": 5})
     with pytest.raises(ValueError, match="Expected `clients` of the published recipe, seed and data"):
         zoo.continue_from("mlp.part", clients=next((other / "checkpoints").glob("*.ckpt")))
+
+
+LITE0 = [f"frozen-lite0/{name}.yaml" for name in ("base", "scale-smoke")]
+FOUR = {"data": {"partition": {"class_path": "IID", "init_args": {"clients": 4}}}}
+
+
+@pytest.mark.seconds
+def test_a_readout_of_a_body_that_a_package_brings_learns_later_classes_to_the_same_bits(published):
+    folder, run, whole = published(FOUR, 3, 5, recipes=LITE0)  # six digits; the other four come later
+    readout = {f"readout.{name}" for name in ("A", "B", "n", "tag", "weight")}
+    assert read_tensors(folder / WEIGHTS).keys() == {"weight"}
+    assert (
+        read_continuation(folder / CONTINUE)["state_dict"].keys()
+        == readout
+        < trained_checkpoint(run)["state_dict"].keys()
+    )
+    later = zoo.continue_from("mlp.part")
+    assert int(later.module.readout.A.any(dim=1).sum()) == 6
+    later.fit()
+    assert same(later.module, whole)
+    x, _ = later.stream.take(later.stream.plan.test[:5])
+    assert torch.equal(zoo.load("mlp.part").network.embed(x), later.module.embed(x))
+
+
+@pytest.mark.seconds
+def test_classes_of_ones_own_are_learnt_as_if_all_had_come_at_once(published):
+    published({**FOUR, "model": {"init_args": {"num_classes": 10}}}, 5, 5, recipes=LITE0)
+    later = zoo.continue_from("mlp.part", classes=2)
+    task, digits = later.module, load_digits()
+    negatives = digits.images[digits.target < 2, None].astype(np.float32) / 16
+    x, y = 1 - negatives, 10 + digits.target[digits.target < 2]
+    stream = FederatedStream.from_arrays(
+        x,
+        y,
+        client=np.arange(len(y)) % 5,
+        scenario=ClassIncremental(1),
+        features=later.stream.features,
+        classes=[f"{number}" for number in range(12)],
+    )
+    before = copy.deepcopy(task.readout)
+    fit = L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu").fit
+    fit(task, datamodule=stream)
+    later.stream.setup("fit")
+    at_once = RidgeClassifier(task.model, num_classes=12, beta=10.0)
+    for part, rounds in ((later.stream, later.stream.plan.train), (stream, stream.plan.train)):
+        at_once.include(*part.take(np.concatenate([rows for clients in rounds for rows in clients.values()])))
+    at_once.readout.solve()
+    assert int(task.readout.n) == int(at_once.readout.n)
+    for name in ("A", "B", "weight"):
+        found, wanted = getattr(task.readout, name), getattr(at_once.readout, name)
+        assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
+    assert not before.weight[10:].any() and torch.equal(before.A[:10], task.readout.A[:10])
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "message"),
+    [
+        (
+            "mlp.digits.flwf2t_replay",
+            2,
+            "Expected no `classes` for mlp.digits.flwf2t_replay@1, whose outputs are logits",
+        ),
+        ("esn.wesad_wrist.incfed", 0, "Expected `classes` to be at least 1"),
+    ],
+)
+def test_no_other_classes(name, classes, message):
+    with pytest.raises(ValueError, match=message):
+        zoo.continue_from(name, classes=classes)
 
 
 @pytest.mark.seconds

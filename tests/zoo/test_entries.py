@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn.datasets import load_digits
 
 import lightning_fcl
 from lightning_fcl import FederatedStream, zoo
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.device.export import export_onnx
+from lightning_fcl.models.backbone import example_input
 from lightning_fcl.models.ridge import square
 from lightning_fcl.zoo.entry import CARD, CHECK, CONTINUE, WEIGHTS
 from lightning_fcl.zoo.publishing import card, spread_of
@@ -28,8 +30,11 @@ def test_all_are_listed():
     assert list_models() == NAMES and len(NAMES) >= 12
 
 
+# A minute and more of images for each test sample to be embedded.
 @pytest.mark.seconds
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("lite0.") else name for name in NAMES]
+)
 def test_it_is_as_its_card_says(name):
     verdict = zoo.verify(name)
     assert verdict.right
@@ -39,7 +44,8 @@ def test_it_is_as_its_card_says(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_input_is_drawn_from_a_seed(name):
-    sample = torch.randn(2, *find(name).entry.shape, generator=torch.Generator().manual_seed(0))
+    draw = torch.rand if "frozen_backbone" in str(find(name).entry.network) else torch.randn  # which takes pixels
+    sample = draw(2, *find(name).entry.shape, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(load_file(folder_of(name) / CHECK)["input"], sample, atol=1e-5)
 
 
@@ -72,7 +78,7 @@ def test_what_travels_in_the_wheel_is_small():
 @pytest.mark.parametrize("name", NAMES)
 def test_it_becomes_an_onnx_file(name, tmp_path):
     model = zoo.load(name)
-    example = torch.randn(2, *model.entry.shape)
+    example = example_input(model.network, model.entry.shape)
     network = model.network if model.classes else zoo.create_model(name, pretrained=True, features_only=True)
     assert export_onnx(network, example, tmp_path / "model.onnx", tolerance=1e-3) <= 1e-3
 
@@ -128,6 +134,38 @@ def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
     assert torch.allclose(here.weight, wanted.weight, rtol=0, atol=tolerance)
     for readout in (task.readout, here):
         assert not torch.allclose(readout.weight, before, rtol=0, atol=1e-3)
+
+
+@pytest.mark.seconds
+def test_new_classes_are_added_to_a_published_readout_of_a_backbone(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path))
+    later = zoo.continue_from("lite0.miniimagenet.ridge", classes=2)
+    task, digits = later.module, load_digits()
+    chosen = np.flatnonzero(digits.target < 2)[:60]
+    x, y = digits.images[chosen, None].astype(np.float32) / 16, 100 + digits.target[chosen]
+    stream = FederatedStream.from_arrays(
+        x,
+        y,
+        client=np.arange(60) % 3,
+        scenario=ClassIncremental(1),
+        features=later.stream.features,
+        classes=[*later.entry.classes, "a 0", "a 1"],
+    )
+    known, n = copy.deepcopy(task.readout), int(task.readout.n)
+    L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu").fit(
+        task, datamodule=stream
+    )
+    rows = np.concatenate([*stream.plan.train[0].values()])
+    wanted = copy.deepcopy(known)
+    wanted.partial_fit(stream.take(rows)[0], task.targets.encode(stream.take(rows)[1]))
+    wanted.solve()
+    assert n == 48_000 and int(task.readout.n) == n + len(rows)
+    for found, sums in ((task.readout.A, wanted.A), (task.readout.B, wanted.B), (task.readout.weight, wanted.weight)):
+        assert (found - sums).abs().max() <= 1e-9 * sums.abs().max()
+    tested, labels = torch.from_numpy(x[stream.plan.test]), torch.from_numpy(y[stream.plan.test])
+    assert (task(tested).argmax(dim=1) == labels).double().mean() > 0.8
+    photographs = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert (task(photographs)[:, :100] - zoo.load(later.entry.name)(photographs)).abs().max() < 0.2
 
 
 @pytest.mark.seconds
