@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,31 @@ _PLAIN = "checkpoint"
 
 @dataclass
 class Continuation:
-    """A published network, ready to go on learning.
+    """A published network, ready to go on learning. The recipe's data are wanted for its ``trainer`` and ``stream``.
 
     Args:
-        trainer: A Trainer for as many rounds as the stream has. It writes nothing: add a logger or callbacks.
         module: The task, with the published server's state.
-        stream: The recipe's stream.
         checkpoint: Where the round, and all that the server held, are kept for `fit`.
         entry: What is said of it.
     """
 
-    trainer: L.Trainer
     module: L.LightningModule
-    stream: FederatedStream
     checkpoint: Path
     entry: Entry
+    _parts: RecipeParts = field(repr=False)
     _folder: TemporaryFolder = field(repr=False)
+
+    @cached_property
+    def trainer(self) -> L.Trainer:
+        """A Trainer for as many rounds as the stream has. It writes nothing: add a logger or callbacks."""
+        return self._parts.make_trainer()
+
+    @cached_property
+    def stream(self) -> FederatedStream:
+        """The recipe's stream, set up."""
+        self._parts.datamodule.setup("fit")
+        stream: FederatedStream = self._parts.datamodule
+        return stream
 
     @property
     def round(self) -> int:
@@ -83,7 +92,7 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
     Raises:
         ValueError: If the entry cannot be continued, or with no more classes, its recipe is not of this package, or the
             clients' checkpoint is of another run.
-        FileNotFoundError: If a file is missing, or the data are not there.
+        FileNotFoundError: If a file is missing.
     """
     folder = folder_of(name, to_continue=True)
     entry, files = read_folder(folder), read_files(folder)
@@ -118,12 +127,11 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
     state |= packaged_state(parts.model)
     if classes is not None:
         _add_classes(state, parts.model)
-    trainer = parts.make_trainer()
     module = with_checkpoint(parts, checkpoint).model
     temporary = TemporaryFolder("continue")
     path = temporary.path / "continue.ckpt"
     torch.save(checkpoint, path)
-    return Continuation(trainer, module, parts.datamodule, path, entry, temporary)
+    return Continuation(module, path, entry, parts, temporary)
 
 
 def _add_classes(state: dict[str, Tensor], module: L.LightningModule) -> None:

@@ -206,7 +206,6 @@ def test_classes_of_ones_own_are_learnt_as_if_all_had_come_at_once(published):
     before = copy.deepcopy(task.readout)
     fit = L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu").fit
     fit(task, datamodule=stream)
-    later.stream.setup("fit")
     at_once = RidgeClassifier(task.model, num_classes=12, beta=10.0)
     for part, rounds in ((later.stream, later.stream.plan.train), (stream, stream.plan.train)):
         at_once.include(*part.take(np.concatenate([rows for clients in rounds for rows in clients.values()])))

@@ -148,7 +148,7 @@ def test_new_classes_are_added_to_a_published_readout_of_a_backbone(monkeypatch,
         y,
         client=np.arange(60) % 3,
         scenario=ClassIncremental(1),
-        features=later.stream.features,
+        features=task.model,
         classes=[*later.entry.classes, "a 0", "a 1"],
     )
     known, n = copy.deepcopy(task.readout), int(task.readout.n)
