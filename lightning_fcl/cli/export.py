@@ -29,8 +29,8 @@ def run(options: Namespace) -> None:
 
     name = str(options.run)
     if not options.run.exists() and name.partition("@")[0] in list_models():
-        model = load(name)
-        parts, model = recipe_parts(model.entry.recipe, name), model.network
+        published = load(name)
+        parts, model = recipe_parts(published.entry.recipe, name), published.network
     else:
         parts = trained_parts(options.run)
         model = WithoutTrainer(parts.model)

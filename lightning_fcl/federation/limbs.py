@@ -210,22 +210,21 @@ def _sums(rows: Tensor, weights: Weights, column: Tensor, entry: str) -> list[Te
     width = max(1, PIECE // len(rows)) if rows.device.type == "cpu" else rows.shape[1]
     sums: list[Tensor] = []
     for start in range(0, rows.shape[1], width):
-        left = rows[:, start : start + width]
-        rest, high, _ = _bench.clear(left)
-        largest = _largest(left)
+        part = rows[:, start : start + width]
+        rest, high, _ = _bench.clear(part)
+        largest = _largest(rest.copy_(part))
         _check(largest, weights, entry)
         if not weights.ones:
-            left = torch.mul(left, column, out=rest)
+            rest.mul_(column)
             largest *= weights.largest
         level = 0
         while largest > 0:
             if level == len(sums):
                 sums.append(rows.new_zeros(rows.shape[1]))
             offset = math.ldexp(1.5, 52 - bits + math.frexp(largest)[1])  # as in `Piece`
-            torch.add(left, offset, out=high).sub_(offset)
+            torch.add(rest, offset, out=high).sub_(offset)
             torch.sum(high, dim=0, out=sums[level][start : start + width])
-            left = torch.sub(left, high, out=rest)
-            largest, level = _largest(left), level + 1
+            largest, level = _largest(rest.sub_(high)), level + 1
     return sums
 
 

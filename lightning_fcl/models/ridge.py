@@ -270,8 +270,8 @@ def packed(full: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _upper(rows: int, columns: int, device: torch.device) -> Tensor:
     """Where the upper triangle is among a matrix's numbers, row after row."""
-    row, column = torch.triu_indices(rows, columns, dtype=torch.int32, device=device)
-    return row * columns + column
+    indices: Tensor = torch.triu_indices(rows, columns, dtype=torch.int32, device=device)
+    return indices[0] * columns + indices[1]
 
 
 def square(b: Tensor, size: int) -> Tensor:

@@ -158,9 +158,10 @@ def test_numbers_that_fill_all_bits_are_carried(sign, weight, uploads):
     assert half.total().tolist() == [float(Fraction(v) * int(weight) * left) for v in value[0].tolist()]
 
 
-def test_a_tensor_of_several_pieces_is_that_of_its_parts():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tensor_of_several_pieces_is_that_of_its_parts(dtype):
     size = 2 * PIECE + 5
-    values = torch.randn(3, size, generator=generator()) * 0.02
+    values = torch.randn(3, size, generator=generator(), dtype=dtype) * 0.02
     values[1, PIECE : 2 * PIECE] = 0
     values[2, 0] = 1e20
     weights = [600.0, 20.0, 7.0]

@@ -76,6 +76,28 @@ def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_
     assert ends == list(dict.fromkeys(client for _, client in seen))
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_the_states_of_clients_side_by_side_are_in_the_module_where_somebody_looks(fit, make_stream, make_task, looks):
+    class Listens(Callback):
+        def __init__(self):
+            self.rounds, self.seen = [], []
+
+        def looks_at_clients(self, pl_module):
+            self.rounds.append(pl_module.trainer.current_epoch)
+            return looks
+
+        def on_client_end(self, trainer, pl_module, client_round):
+            self.seen.append((client_round.round, torch.cat([p.flatten() for p in pl_module.parameters()]).clone()))
+
+    listens, task = Listens(), make_task()
+    before = torch.cat([p.flatten() for p in task.parameters()]).clone()
+    fit(task, make_stream(experiences=1, clients=3, rounds_per_experience=2), [listens], cohort_size=3)
+    assert listens.rounds == [0, 1] and [round for round, _ in listens.seen] == [0, 0, 0, 1, 1, 1]
+    states = {tuple(state.tolist()) for _, state in listens.seen}
+    assert len(states) == (6 if looks else 2)
+    assert all(torch.equal(state, before) is not looks for round, state in listens.seen if round == 0)
+
+
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_client_end", "on_before_zero_grad"])
