@@ -35,11 +35,15 @@ class Names:
     prefix: str
     values: dict[str, Any]
     ignored: Set[str]
-    saved: Mapping[str, Any]
     attributes: bool
+
+    def __post_init__(self) -> None:
+        self.accept()
 
     def changes(self) -> Iterator[Change]:
         """What has been set, set anew or deleted."""
+        if all(map(operator.is_, self.values.values(), self._all.values())) and [*self.values] == [*self._all]:
+            return
         saved, ignored = self.saved, self.ignored
         changed = [n for n, value in self.values.items() if saved.get(n, _GONE) is not value and n not in ignored]
         for name in [*changed, *(saved.keys() - self.values.keys())]:
@@ -52,7 +56,8 @@ class Names:
 
     def accept(self) -> None:
         """Take what is there now."""
-        self.saved = {name: value for name, value in self.values.items() if name not in self.ignored}
+        self._all = dict(self.values)
+        self.saved = {name: value for name, value in self._all.items() if name not in self.ignored}
 
     def _is(self, name: str, value: object) -> bool:
         return self.values.get(name, _GONE) is value

@@ -198,9 +198,9 @@ class LooseState:
     def _names(
         self, prefix: str, values: dict[str, Any], ignored: Set[str] = frozenset(), attributes: bool = True
     ) -> list[tuple[str, Any]]:
-        saved = {name: value for name, value in values.items() if name not in ignored}
-        self._parts.append(Names(prefix, values, ignored, saved, attributes))
-        return [(f"{prefix}{name}", value) for name, value in saved.items()]
+        part = Names(prefix, values, ignored, attributes)
+        self._parts.append(part)
+        return [(f"{prefix}{name}", value) for name, value in part.saved.items()]
 
 
 def _undo(changes: Iterable[Change]) -> None:

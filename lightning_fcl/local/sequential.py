@@ -62,6 +62,7 @@ class SequentialTrainer:
         self._clients: list[Client] = []  # the client that trains now, as each method sees it
         self._losses: list[Tensor] = []  # of the client's steps
         self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
+        self._draws = True  # whether steps of the client may draw: its first step tells
         # Whether anybody's code runs with the backward pass, and may draw.
         hooks = ("on_before_backward", "backward", "on_after_backward")
         around = (module, *callbacks_of(module.trainer))
@@ -94,9 +95,11 @@ class SequentialTrainer:
             driver_of(self._module.trainer).begin(self._clients, recalled)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
+        if self._steps < 2:
+            self._draws = self._steps == 0 or self._random.met
         self._random = KeyedRandomness(partial(self._key, self._steps))
         self._steps += 1
-        with self._random.drawing(), explained(self._client_rounds):
+        with self._random.drawing() if self._draws else nullcontext(), explained(self._client_rounds):
             loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach())
@@ -109,7 +112,8 @@ class SequentialTrainer:
 
     def drawing_backward(self) -> AbstractContextManager[None]:
         """What draws in the backward pass of a step draws by its key, too."""
-        return self._random.drawing() if self._watched or self._random.is_noted else nullcontext()
+        watched = self._draws and (self._watched or self._random.is_noted)
+        return self._random.drawing() if watched else nullcontext()
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         return step()

@@ -303,7 +303,7 @@ class FederatedStrategy(RanksStrategy):
             return result
         (own,) = federation.optimizers  # of a module that leaves its steps to Lightning
         local.stepped(own, optimizer)
-        if cohort.last_batch:  # now: schedules by round step before the batch has ended
+        if cohort.last_batch and not federation.round.cohorts:  # schedules by round step before the batch has ended
             local.end_schedules(own)
         return result
 
