@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -127,14 +128,14 @@ class SequentialTrainer:
                 f"{self._client_rounds[0].client} has made {quoted(new)}. "
                 "Make it in `__init__` or in `configure_model`."
             )
-        losses = torch.cat([loss.flatten() for loss in self._losses or [torch.zeros(1)]])
-        finite = losses.isfinite().all().view(1)
+        losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
+        finite = all(map(math.isfinite, losses)) and (not self._methods or bool(driver_of(self._module.trainer).finite))
         return Trained(
             {name: value[None] for name, value in own.items()},
             [[client.memory for client in self._clients]],
             own,
             self._kept() if self._keep_optimizer else None,
-            finite & driver_of(self._module.trainer).finite if self._methods else finite,
+            torch.tensor([finite]),
         )
 
     def _kept(self) -> Memory:
