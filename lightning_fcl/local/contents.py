@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
