@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,18 +35,16 @@ class Names:
     prefix: str
     values: dict[str, Any]
     ignored: Set[str]
+    saved: Mapping[str, Any]
     attributes: bool
-
-    def __post_init__(self) -> None:
-        self.accept()
 
     def changes(self) -> Iterator[Change]:
         """What has been set, set anew or deleted."""
-        if all(map(operator.is_, self.values.values(), self._all.values())) and [*self.values] == [*self._all]:
-            return
         saved, ignored = self.saved, self.ignored
+        if all(map(operator.is_, self.values.values(), saved.values())) and [*self.values] == [*saved]:
+            return
         changed = [n for n, value in self.values.items() if saved.get(n, _GONE) is not value and n not in ignored]
-        for name in [*changed, *(saved.keys() - self.values.keys())]:
+        for name in [*changed, *(saved.keys() - self.values.keys() - ignored)]:
             value, before = self.values.get(name, _GONE), saved.get(name, _GONE)
             shown = value if self.attributes else before
             put = partial(self._put, name)
@@ -56,8 +54,7 @@ class Names:
 
     def accept(self) -> None:
         """Take what is there now."""
-        self._all = dict(self.values)
-        self.saved = {name: value for name, value in self._all.items() if name not in self.ignored}
+        self.saved = dict(self.values)
 
     def _is(self, name: str, value: object) -> bool:
         return self.values.get(name, _GONE) is value

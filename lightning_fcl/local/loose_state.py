@@ -198,9 +198,8 @@ class LooseState:
     def _names(
         self, prefix: str, values: dict[str, Any], ignored: Set[str] = frozenset(), attributes: bool = True
     ) -> list[tuple[str, Any]]:
-        part = Names(prefix, values, ignored, attributes)
-        self._parts.append(part)
-        return [(f"{prefix}{name}", value) for name, value in part.saved.items()]
+        self._parts.append(Names(prefix, values, ignored, dict(values), attributes))
+        return [(f"{prefix}{name}", value) for name, value in values.items() if name not in ignored]
 
 
 def _undo(changes: Iterable[Change]) -> None:

@@ -12,11 +12,9 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import quoted
@@ -64,10 +62,6 @@ class SequentialTrainer:
         self._losses: list[Tensor] = []  # of the client's steps
         self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
         self._draws = True  # whether steps of the client may draw: its first step tells
-        # Whether anybody's code runs with the backward pass, and may draw.
-        hooks = ("on_before_backward", "backward", "on_after_backward")
-        around = (module, *callbacks_of(module.trainer))
-        self._watched = any(is_overridden(hook, one) for one in around for hook in hooks)
 
     def begin(
         self,
@@ -100,7 +94,7 @@ class SequentialTrainer:
             self._draws = self._steps == 0 or self._random.met
         self._random = KeyedRandomness(partial(self._key, self._steps))
         self._steps += 1
-        with self._random.drawing() if self._draws else nullcontext(), explained(self._client_rounds):
+        with self.drawing(), explained(self._client_rounds):
             loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach())
@@ -111,10 +105,9 @@ class SequentialTrainer:
         keys = client_keys(self._seed, self._client_rounds, "layers")
         return step_keys(keys, step)[0].to(self._module.device)
 
-    def drawing_backward(self) -> AbstractContextManager[None]:
-        """What draws in the backward pass of a step draws by its key, too."""
-        watched = self._draws and (self._watched or self._random.is_noted)
-        return self._random.drawing() if watched else nullcontext()
+    def drawing(self) -> AbstractContextManager[None]:
+        """What draws in a step, and in its backward pass, draws by its key."""
+        return self._random.drawing() if self._draws else nullcontext()
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         return step()

@@ -64,11 +64,6 @@ class KeyedRandomness(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _ENTERED.pop()
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether somebody has noted the state of torch's generator in `drawing`, to go back to it."""
-        return self._noted is not None
-
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Enter it such that what is computed once more, as by `torch.utils.checkpoint`, draws what it drew before.

@@ -288,7 +288,7 @@ class FederatedStrategy(RanksStrategy):
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self.federation.trainer
-        with trainer.drawing_backward() if isinstance(trainer, SequentialTrainer) else nullcontext():
+        with trainer.drawing() if isinstance(trainer, SequentialTrainer) else nullcontext():
             return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
