@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LARGEST = 200_000  # parameters of a module whose clients train side by side
-_NUMBERS = 4_000_000  # parameters of convolutions, and numbers in batches, side by side: beyond, steps take longer
-_MATRICES = 16_000_000  # parameters of models without convolutions: fewer cohorts, of which each is added exactly
+_NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
 
 
 def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, str | None]:
@@ -102,9 +101,8 @@ def _check_several(methods: Sequence[Declaration]) -> None:
 
 def automatic_size(module: L.LightningModule) -> int:
     """Clients per vectorised step: small models gain most, those above `_LARGEST` nothing (see benchmarks)."""
-    parameters = [*module.parameters()]
-    number, most = sum(p.numel() for p in parameters), _NUMBERS if any(p.dim() > 2 for p in parameters) else _MATRICES
-    return 1 if number > _LARGEST else max(2, min(1024, most // max(number, 1)))
+    parameters = sum(p.numel() for p in module.parameters())
+    return 1 if parameters > _LARGEST else max(2, min(1024, _NUMBERS // max(parameters, 1)))
 
 
 def _batch_numbers(stream: FederatedStream) -> int:
