@@ -41,8 +41,10 @@ class Names:
     def changes(self) -> Iterator[Change]:
         """What has been set, set anew or deleted."""
         saved, ignored = self.saved, self.ignored
+        if all(map(operator.is_, self.values.values(), saved.values())) and [*self.values] == [*saved]:
+            return
         changed = [n for n, value in self.values.items() if saved.get(n, _GONE) is not value and n not in ignored]
-        for name in [*changed, *(saved.keys() - self.values.keys())]:
+        for name in [*changed, *(saved.keys() - self.values.keys() - ignored)]:
             value, before = self.values.get(name, _GONE), saved.get(name, _GONE)
             shown = value if self.attributes else before
             put = partial(self._put, name)
@@ -52,7 +54,7 @@ class Names:
 
     def accept(self) -> None:
         """Take what is there now."""
-        self.saved = {name: value for name, value in self.values.items() if name not in self.ignored}
+        self.saved = dict(self.values)
 
     def _is(self, name: str, value: object) -> bool:
         return self.values.get(name, _GONE) is value

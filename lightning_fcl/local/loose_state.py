@@ -198,9 +198,8 @@ class LooseState:
     def _names(
         self, prefix: str, values: dict[str, Any], ignored: Set[str] = frozenset(), attributes: bool = True
     ) -> list[tuple[str, Any]]:
-        saved = {name: value for name, value in values.items() if name not in ignored}
-        self._parts.append(Names(prefix, values, ignored, saved, attributes))
-        return [(f"{prefix}{name}", value) for name, value in saved.items()]
+        self._parts.append(Names(prefix, values, ignored, dict(values), attributes))
+        return [(f"{prefix}{name}", value) for name, value in values.items() if name not in ignored]
 
 
 def _undo(changes: Iterable[Change]) -> None:

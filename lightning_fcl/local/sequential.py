@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,11 +12,9 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import quoted
@@ -62,10 +61,7 @@ class SequentialTrainer:
         self._clients: list[Client] = []  # the client that trains now, as each method sees it
         self._losses: list[Tensor] = []  # of the client's steps
         self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
-        # Whether anybody's code runs with the backward pass, and may draw.
-        hooks = ("on_before_backward", "backward", "on_after_backward")
-        around = (module, *callbacks_of(module.trainer))
-        self._watched = any(is_overridden(hook, one) for one in around for hook in hooks)
+        self._draws = True  # whether steps of the client may draw: its first step tells
 
     def begin(
         self,
@@ -94,9 +90,11 @@ class SequentialTrainer:
             driver_of(self._module.trainer).begin(self._clients, recalled)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
+        if self._steps < 2:
+            self._draws = self._steps == 0 or self._random.met
         self._random = KeyedRandomness(partial(self._key, self._steps))
         self._steps += 1
-        with self._random.drawing(), explained(self._client_rounds):
+        with self.drawing(), explained(self._client_rounds):
             loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach())
@@ -107,9 +105,9 @@ class SequentialTrainer:
         keys = client_keys(self._seed, self._client_rounds, "layers")
         return step_keys(keys, step)[0].to(self._module.device)
 
-    def drawing_backward(self) -> AbstractContextManager[None]:
-        """What draws in the backward pass of a step draws by its key, too."""
-        return self._random.drawing() if self._watched or self._random.is_noted else nullcontext()
+    def drawing(self) -> AbstractContextManager[None]:
+        """What draws in a step, and in its backward pass, draws by its key."""
+        return self._random.drawing() if self._draws else nullcontext()
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         return step()
@@ -123,14 +121,14 @@ class SequentialTrainer:
                 f"{self._client_rounds[0].client} has made {quoted(new)}. "
                 "Make it in `__init__` or in `configure_model`."
             )
-        losses = torch.cat([loss.flatten() for loss in self._losses or [torch.zeros(1)]])
-        finite = losses.isfinite().all().view(1)
+        losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
+        finite = all(map(math.isfinite, losses)) and (not self._methods or bool(driver_of(self._module.trainer).finite))
         return Trained(
             {name: value[None] for name, value in own.items()},
             [[client.memory for client in self._clients]],
             own,
             self._kept() if self._keep_optimizer else None,
-            finite & driver_of(self._module.trainer).finite if self._methods else finite,
+            torch.tensor([finite]),
         )
 
     def _kept(self) -> Memory:

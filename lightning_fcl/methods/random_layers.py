@@ -51,6 +51,7 @@ class KeyedRandomness(TorchFunctionMode):
         super().__init__()
         self._key = key  # what tells it is asked with the first draw, if there is any
         self._stream = 0
+        self.met = False  # whether anything was called that may draw by it
         # States of torch's generator: the stream that was at hand with each, and whether this was entered.
         self._noted: WeakIdKeyDictionary | None = None
 
@@ -63,11 +64,6 @@ class KeyedRandomness(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _ENTERED.pop()
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether somebody has noted the state of torch's generator in `drawing`, to go back to it."""
-        return self._noted is not None
-
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Enter it such that what is computed once more, as by `torch.utils.checkpoint`, draws what it drew before.
@@ -79,6 +75,7 @@ class KeyedRandomness(TorchFunctionMode):
 
         def get_rng_state() -> Tensor:
             state = get()
+            self.met = True
             if self._noted is None:
                 self._noted = WeakIdKeyDictionary()
             self._noted[state] = self._stream, _is_entered(state)
@@ -108,10 +105,11 @@ class KeyedRandomness(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if function is _is_entered:
-            return True
         own = _KEYED.get(function)
-        return own(self, *args, **(kwargs or {})) if own is not None else function(*args, **(kwargs or {}))
+        if own is None:
+            return function(*args, **kwargs) if kwargs else function(*args)
+        self.met = True
+        return own(self, *args, **(kwargs or {}))
 
     def uniform(self, shape: Sequence[int]) -> Tensor:
         """The numbers of the next call of a random layer."""
@@ -211,7 +209,8 @@ def without_advancing() -> Iterator[None]:
 
 _ENTERED: list[KeyedRandomness] = []
 
-_KEYED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+_KEYED: dict[Callable[..., Any], Callable[..., Any]] = {
+    _is_entered: lambda mode, x: True,
     F.dropout: KeyedRandomness.dropout,
     F.dropout1d: KeyedRandomness.channel_dropout,
     F.dropout2d: KeyedRandomness.channel_dropout,

@@ -286,7 +286,7 @@ class FederatedStrategy(RanksStrategy):
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self.federation.trainer
-        with trainer.drawing_backward() if isinstance(trainer, SequentialTrainer) else nullcontext():
+        with trainer.drawing() if isinstance(trainer, SequentialTrainer) else nullcontext():
             return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -301,7 +301,7 @@ class FederatedStrategy(RanksStrategy):
             return result
         (own,) = federation.optimizers  # of a module that leaves its steps to Lightning
         local.stepped(own, optimizer)
-        if cohort.last_batch:  # now: schedules by round step before the batch has ended
+        if cohort.last_batch and not federation.round.cohorts:  # schedules by round step before the batch has ended
             local.end_schedules(own)
         return result
 

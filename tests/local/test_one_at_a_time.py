@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import ManualOptimBoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
+from torch.overrides import _get_current_function_mode
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl import FederatedStream
@@ -355,3 +356,20 @@ def test_a_step_that_looks_at_a_value_later_on_is_told_what_to_do(fit):
     with pytest.raises(RuntimeError) as found:
         fit(LateItem(), stream_of())
     assert any("set `cohort_size=1`" in note for note in found.value.__notes__)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2, None])
+def test_a_clients_later_steps_draw_by_keys_where_its_first_one_meets_a_random_layer(fit, rate):
+    """A step that calls none need not be watched for it."""
+    watched = []
+
+    class Looks(Step):
+        def prepare(self):
+            self.net[1] = nn.Identity() if rate is None else nn.Dropout(rate)
+
+        def change(self, loss, x, y, batch_idx):
+            watched.append(_get_current_function_mode() is not None)
+            return loss
+
+    fit(Looks(), stream_of(), cohort_size=1)
+    assert watched == 3 * ([True, False, False, False, False] if rate is None else [True] * 5)
