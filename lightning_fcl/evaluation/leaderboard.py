@@ -10,7 +10,7 @@ import altair as alt
 import numpy as np
 
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.charts import Points, Spec
+from lightning_fcl.evaluation.charts import Drawn, Points, Spec
 from lightning_fcl.evaluation.metrics import stream_accuracies
 from lightning_fcl.evaluation.table import Cell, Table, markdown_table
 
@@ -123,7 +123,7 @@ def picture(table: Table, protocol: str, notes: Notes) -> Spec | None:
     return charts.spec(alt.hconcat(*parts).properties(title=protocol), rows=rows)
 
 
-def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> alt.LayerChart:
+def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Drawn:
     """Accuracy against a cost; names stand to the left of points on the right."""
     x = alt.X(f"{cost}:Q", title=title, scale=alt.Scale(type="log", padding=40))
     y = alt.Y("accuracy:Q", title="last accuracy", scale=alt.Scale(zero=False, padding=14))
@@ -134,5 +134,4 @@ def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> alt.L
     names = base.encode(text="method:N")
     left = names.transform_filter(f"datum.{cost} <= {middle}").mark_text(align="left", dx=7, fontSize=10)
     right = names.transform_filter(f"datum.{cost} > {middle}").mark_text(align="right", dx=-7, fontSize=10)
-    drawn: alt.LayerChart = alt.layer(points, left, right).properties(width=440, height=420)
-    return drawn
+    return alt.layer(points, left, right).properties(width=440, height=420)
