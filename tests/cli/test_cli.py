@@ -199,7 +199,7 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, error_of, monkeypatch):
 
 
 def test_reproduce_names_what_is_wrong(error_of):
-    assert '"incfed", "odfcl" or "ucihar-reservoir" but got "flwff". Did you mean flwf?' in error_of(
+    assert '"incfed", "leaderboard", "odfcl" or "ucihar-reservoir" but got "flwff". Did you mean flwf?' in error_of(
         ["reproduce", "flwff"]
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])

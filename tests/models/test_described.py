@@ -20,6 +20,7 @@ NEEDED = {
     "Decomposed": {"net": MLP([4, 3, 2]), "layers": "1.*", "tasks": 2},
     "EchoStateNetwork": {"in_features": 3, "units": 7},
     "FeatureReadout": {"network": MLP([4, 3, 2]), "outputs": 5},
+    "Generator": {"size": (3, 8, 8)},
     "LVTBody": {
         "image_size": 32,
         "channels": 3,
