@@ -74,7 +74,10 @@ def search_settings(folder: Path, methods: Sequence[str], out: Path, workers: in
             tune.arguments(parser)
             words = [str(folder / file), "--row", method, "--out", str(out / slug(method))]
             tune.run(parser.parse_args(words + ([] if workers is None else ["--workers", str(workers)])))
-            write_whole(out / "best" / f"{slug(method)}.yaml", (out / slug(method) / "best.yaml").read_bytes())
+            again = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
+            best = (out / slug(method) / "best.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
+            recipe = "".join(line for line in best if not line.startswith("#"))
+            write_whole(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {again}\n{recipe}")
     print(f"The best of each search: {out / 'best'}")
 
 
