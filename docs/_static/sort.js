@@ -4,7 +4,7 @@ addEventListener("DOMContentLoaded", () => {
   const valueOf = (row, column) => row.cells[column].textContent.trim();
   const compare = (a, b) => {
     const [x, y] = [parseFloat(a), parseFloat(b)];
-    if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(y) - Number.isNaN(x) || a.localeCompare(b);
+    if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y) || a.localeCompare(b);
     return y - x; // the largest first
   };
   document.querySelectorAll(".sortable table").forEach((table) => {

@@ -1,5 +1,7 @@
 """The pages in a real browser: Chromium, which `.ci/run` installs. Where there is none, a skip, but not in CI."""
 
+from pathlib import Path
+
 import pytest
 
 from lightning_fcl.cli.main import main
@@ -56,3 +58,24 @@ def test_values_show_under_the_pointer_another_model_can_be_chosen_and_the_recip
     page.locator("details[open] button").last.click()
     assert page.evaluate("navigator.clipboard.readText()") == (pages["run"].parent / "config.yaml").read_text()
     context.close()
+
+
+def test_a_click_on_a_head_sorts_a_table_by_its_numbers(opened, tmp_path):
+    script = (Path(__file__).parents[2] / "docs" / "_static" / "sort.js").read_text()
+    rows = "".join(
+        f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in {"a": "0.5 ± 0.1", "b": "10", "c": "-"}.items()
+    )
+    table = f"<table><thead><tr><th>name</th><th>value</th></tr></thead><tbody>{rows}</tbody></table>"
+    (tmp_path / "page.html").write_text(f"<script>{script}</script><div class='sortable'>{table}</div>{table}")
+    page, said, _ = opened(tmp_path / "page.html")
+    name, value = (page.locator(".sortable th").nth(number) for number in (0, 1))
+    order = page.locator(".sortable td:first-child")
+    value.click()
+    assert order.all_inner_texts() == ["b", "a", "c"] and value.get_attribute("aria-sort") == "descending"
+    value.press("Enter")
+    assert order.all_inner_texts() == ["c", "a", "b"]
+    name.click()
+    assert order.all_inner_texts() == ["a", "b", "c"] and value.get_attribute("aria-sort") is None
+    page.locator("table").nth(1).locator("th").nth(1).click()
+    assert page.locator("table").nth(1).locator("td:first-child").all_inner_texts() == ["a", "b", "c"]  # another place
+    assert said == []
