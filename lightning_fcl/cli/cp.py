@@ -63,7 +63,7 @@ def _merge(whole: CommentedMap, more: CommentedMap) -> None:
             here.extend(value if isinstance(value, list) else [value])
         elif isinstance(value, CommentedMap) and isinstance(here, list):
             _merge(here[-1], value)  # as the command line means it
-        elif isinstance(value, CommentedMap) and isinstance(here, str) and "class_path" not in value:
+        elif isinstance(value, CommentedMap) and isinstance(here, str) and "init_args" in value:
             whole[name] = CommentedMap({"class_path": here})
             _merge(whole[name], value)
         elif (

@@ -241,10 +241,12 @@ def test_a_recipe_of_one_file_names_its_command(paper):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("search", sorted(RECIPES.glob("*/search-*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("search", sorted(RECIPES.glob("*/search*.yaml")), ids=lambda path: path.stem)
 def test_every_search_file_is_understood(search):
     content = yaml.safe_load(search.read_text())
     row = "GEM own head no margin" if "scale" in content else None  # a row's recipe comes before its configs
+    for name, entry in expanded(yaml.safe_load((search.parent / "rows.yaml").read_text())).items():
+        row = name if entry.search == search.name else row
     for case in content.get("cases", [None]):
         try_settings(Search.read(search, case=case, row=row))
 
