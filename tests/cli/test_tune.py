@@ -287,7 +287,7 @@ def test_trials_of_another_space_or_objective_are_refused(search, tmp_path, pret
     refused(table, "it has no column forgetting/server", objective="forgetting/server")
     refused(others, f"Expected the file {others} but it is missing")
     others.write_bytes(bytes(range(256)))
-    refused(others, f"of a search for final_accuracy/server over the same space but got {others}")
+    refused(others, f"Expected {others} to be the trials.csv of a search for final_accuracy/server over the same space")
     table.write_text(head + "\n")
     refused(table, "Expected trials that have succeeded")
     assert not (tmp_path / "other").exists()
