@@ -102,6 +102,7 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
         "charts.py",
         "run_charts.py",
         "comparison.py",
+        "leaderboard.py",
         "figures.py",
         "pages.py",
     )  # each is required before
