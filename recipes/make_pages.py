@@ -21,7 +21,6 @@ from typing import Any
 
 import altair as alt
 import numpy as np
-import yaml
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation import charts
@@ -36,6 +35,7 @@ from lightning_fcl.running.rows import (
     paper_rows,
     place_of,
     protocols_of,
+    read_rows,
     recipes_folder,
     slug,
 )
@@ -156,10 +156,9 @@ def boards_block(table: Table, protocols: Mapping[str, Mapping[str, Mapping[str,
     """Of each protocol of the leaderboard that was run its table, which a browser sorts, and its picture."""
     parts = []
     for protocol, notes in protocols.items():
-        if any(f"{protocol} {method}" in table.rows for method in notes):
+        if lines := board(table, protocol, notes):
             shown = f"![Accuracy against traffic and time under {protocol}]({slug(protocol)}.png)"
-            sortable = f'<div class="sortable">\n\n{board(table, protocol, notes)}\n\n</div>'
-            parts.append(f"### {protocol}\n\n{sortable}\n\n{shown}")
+            parts.append(f'### {protocol}\n\n<div class="sortable">\n\n{lines}\n\n</div>\n\n{shown}')
     return "\n\n".join(parts)
 
 
@@ -253,14 +252,15 @@ def take_in(folder: Path) -> list[Path]:
     home = paper_folder(table.paper)
     if table.scale == "smoke":
         raise ValueError(f"Expected a table of runs that tell something but {folder} is of the scale smoke.")
-    asked = _content(home).get("whole") if table.scale == "paper" else None  # of its own scale a paper may ask for some
+    content = read_rows(home)
+    asked = content.get("whole") if table.scale == "paper" else None  # of its own scale a paper may ask for some
     if missing := [row for row in asked or paper_rows(home, None, table.scale) if row not in table.rows]:
         raise ValueError(
             f"Expected all rows of {table.paper} in {folder} but {', '.join(missing)} are missing. Run `reproduce` "
             "without --rows."
         )
-    figures = [one for one in _content(home).get("figures", []) if table.scale in one.get("scales", [table.scale])]
-    boards = [f"{slug(protocol)}.png" for protocol in protocols_of(_content(home))]
+    figures = [one for one in content.get("figures", []) if table.scale in one.get("scales", [table.scale])]
+    boards = [f"{slug(protocol)}.png" for protocol in protocols_of(content)]
     names = ["table.json", *(figure["file"] for figure in figures), *boards]
     place = place_of(home, table.scale)
     place.mkdir(exist_ok=True)
@@ -284,7 +284,7 @@ def pages(recipes: Path) -> dict[Path, str]:
 
 def layouts(folder: Path) -> dict[str, Layout]:
     """The layouts of a paper's tables, each of whose rows there is."""
-    read = {name: Layout.read(name, content) for name, content in _content(folder).get("tables", {}).items()}
+    read = {name: Layout.read(name, content) for name, content in read_rows(folder).get("tables", {}).items()}
     for name, layout in read.items():
         try:
             layout.places(_rows(folder / layout.of))
@@ -302,7 +302,7 @@ def _page(path: Path) -> str:
             layout = known[name]
             return layout.markdown(table, _rows(folder / layout.of)) if (table := _table(folder / layout.of)) else None
         if name == "boards":
-            return boards_block(table, protocols_of(_content(folder))) if (table := _table(folder)) else None
+            return boards_block(table, protocols_of(read_rows(folder))) if (table := _table(folder)) else None
         if name == "verdict":
             return verdict_block(_table(folder / of), _why(folder))
         return written_block(table, of) if name == "written" and (table := _table(folder / of)) else None
@@ -318,16 +318,11 @@ def _table(folder: Path) -> Table | None:
 def _rows(folder: Path) -> list[str]:
     """All rows of the paper that a folder belongs to: its own, or that of one of its scales."""
     home = folder if (folder / "rows.yaml").is_file() else folder.parent
-    return list(expanded(_content(home)))
+    return list(expanded(read_rows(home)))
 
 
 def _why(folder: Path) -> str:
-    return " ".join(str(_content(folder).get("why", "")).split())
-
-
-def _content(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((folder / "rows.yaml").read_text(encoding="utf-8"))
-    return content
+    return " ".join(str(read_rows(folder).get("why", "")).split())
 
 
 def main(runs: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.door import many_imports
+from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import occupied, write_whole
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
@@ -73,6 +74,11 @@ class Job:
         """Whether what a folder holds is of this very job."""
         stamp = folder / _STAMP
         return stamp.is_file() and stamp.read_bytes() == self.fingerprint.encode()
+
+
+def at_least_one(**given: int | None) -> None:
+    """Refuse an option below 1, of those that are given."""
+    at_least(1, **{name: number for name, number in given.items() if number is not None})
 
 
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:

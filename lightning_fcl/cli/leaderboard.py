@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
+from lightning_fcl.cli.jobs import at_least_one
 from lightning_fcl.cli.reproduce import run_rows
-from lightning_fcl.errors import at_least, did_you_mean
+from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.table import Table, write_table
-from lightning_fcl.running.rows import expanded, paper_folder, protocols_of, slug
+from lightning_fcl.running.rows import expanded, paper_folder, protocols_of, read_rows, slug
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -37,14 +36,17 @@ def run(options: Namespace) -> None:
     from lightning_fcl.evaluation.charts import write_png  # what draws takes a second to import
     from lightning_fcl.evaluation.leaderboard import board, picture, standing
 
-    at_least(1, seeds=options.seeds, **({} if options.workers is None else {"workers": options.workers}))
+    at_least_one(seeds=options.seeds, workers=options.workers)
     folder, out = paper_folder("leaderboard"), options.out
-    protocols = protocols_of(yaml.safe_load((folder / "rows.yaml").read_text(encoding="utf-8")))
+    content = read_rows(folder)
+    protocols = protocols_of(content)
     wanted = _named(options.protocols, [*protocols], "protocols", beginnings=True)
     every = list(dict.fromkeys(method for name in wanted for method in protocols[name]))
     methods = _named(options.methods, every, "methods")
     if options.search:
-        search_settings(folder, methods, out / "searches", options.workers)
+        entries = expanded(content)
+        searches = {method: file for method in methods if (file := entries[method].search) is not None}
+        search_settings(folder, searches, out / "searches", options.workers)
         return
     rows = [f"{name} {method}" for name in wanted for method in protocols[name] if method in methods]
     jobs = run_rows(folder, rows, "paper", options.seeds, None, out, options.workers, options.finished)
@@ -54,30 +56,28 @@ def run(options: Namespace) -> None:
     table = Table.of([one | {"metrics": standing(one)} for one in runs], "leaderboard", "paper", command)
     as_json, _ = write_table(out, table)
     for name in wanted:
-        if any(f"{name} {method}" in table.rows for method in protocols[name]):
-            print(f"{name}\n\n{board(table, name, protocols[name])}\n")
+        if shown := board(table, name, protocols[name]):
+            print(f"{name}\n\n{shown}\n")
         if drawn := picture(table, name, protocols[name]):
             write_png(out / f"{slug(name)}.png", drawn)
     print(f"{len(runs)} runs. Table: {as_json}; pictures: {out}/*.png; of each run: {out}/*/seed-*/report.html")
 
 
-def search_settings(folder: Path, methods: Sequence[str], out: Path, workers: int | None) -> None:
-    """Run the search of each method that has one; ``out/best`` has a recipe of each."""
+def search_settings(folder: Path, searches: Mapping[str, str], out: Path, workers: int | None) -> None:
+    """Run each method's search, a file of the folder; ``out/best`` has a recipe of each."""
     from lightning_fcl.cli import tune  # with Optuna, which takes a second to import
 
     (out / "best").mkdir(parents=True, exist_ok=True)
-    entries = expanded(yaml.safe_load((folder / "rows.yaml").read_text(encoding="utf-8")))
-    for method in methods:
-        if (file := entries[method].search) is not None:
-            print(f"{method}: {file}")
-            parser = ArgumentParser()
-            tune.arguments(parser)
-            words = [str(folder / file), "--row", method, "--out", str(out / slug(method))]
-            tune.run(parser.parse_args(words + ([] if workers is None else ["--workers", str(workers)])))
-            again = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
-            best = (out / slug(method) / "best.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
-            recipe = "".join(line for line in best if not line.startswith("#"))
-            write_whole(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {again}\n{recipe}")
+    parser = ArgumentParser()
+    tune.arguments(parser)
+    for method, file in searches.items():
+        print(f"{method}: {file}")
+        words = [str(folder / file), "--row", method, "--out", str(out / slug(method))]
+        tune.run(parser.parse_args(words + ([] if workers is None else ["--workers", str(workers)])))
+        again = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
+        best = (out / slug(method) / "best.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
+        recipe = "".join(line for line in best if not line.startswith("#"))
+        write_whole(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {again}\n{recipe}")
     print(f"The best of each search: {out / 'best'}")
 
 

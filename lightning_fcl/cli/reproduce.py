@@ -13,14 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lightning_fcl.cli.jobs import Job, begin, finished, run_jobs
-from lightning_fcl.errors import at_least
+from lightning_fcl.cli.jobs import Job, at_least_one, begin, finished, run_jobs
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results, write_files, write_results
 from lightning_fcl.evaluation.table import Table, with_tasks, write_table
-from lightning_fcl.running.rows import at_scale, paper_folder, paper_rows, place_of
+from lightning_fcl.running.rows import at_scale, paper_folder, paper_rows, place_of, read_rows
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -49,11 +46,10 @@ def run(options: Namespace) -> None:
     """
     paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
     folder = paper_folder(paper)
-    given = {"seeds": seeds, "workers": workers, "tasks": options.tasks}
-    at_least(1, **{name: number for name, number in given.items() if number is not None})
+    at_least_one(seeds=seeds, workers=workers, tasks=options.tasks)
     out = options.out or Path("runs") / f"{paper}-{scale}"
     asked = [row.strip() for row in options.rows.split(",")] if options.rows else None
-    content = yaml.safe_load((folder / "rows.yaml").read_text())
+    content = read_rows(folder)
     figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
     jobs = run_rows(folder, asked, scale, seeds, options.tasks, out, workers, options.finished)
     again = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)

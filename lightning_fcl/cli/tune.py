@@ -32,9 +32,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from lightning_fcl.cli.jobs import Job, finished, run_job, saying_how_to_go_on, side_by_side
+from lightning_fcl.cli.jobs import Job, at_least_one, finished, run_job, saying_how_to_go_on, side_by_side
 from lightning_fcl.cli.search import Search, trial_recipe, try_settings
-from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results
@@ -80,8 +79,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    given = {"trials": options.trials, "workers": options.workers}
-    at_least(1, **{name: number for name, number in given.items() if number is not None})
+    at_least_one(trials=options.trials, workers=options.workers)
     search = Search.read(options.file, options.trials, options.case, options.row)
     search = search if options.among is None else search.with_trials_of(options.among)
     grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []

@@ -135,6 +135,14 @@ def dots(base: alt.Chart) -> alt.Chart:
     return made
 
 
+def names_beside(base: alt.Chart, name: str, field: str, middle: float) -> list[alt.Chart]:
+    """The names of points: right of those up to the middle of a field, left of those beyond, where there is room."""
+    names = base.encode(text=f"{name}:N")
+    left = names.transform_filter(f"datum.{field} <= {middle}").mark_text(align="left", dx=8, color="#888888")
+    right = names.transform_filter(f"datum.{field} > {middle}").mark_text(align="right", dx=-8, color="#888888")
+    return [left, right]
+
+
 def bands(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -> list[alt.Chart]:
     """A line for each name in its band: all have a colour, a shape of their points, and beyond the colours dashes."""
     base = base.encode(color=colour("line", names))

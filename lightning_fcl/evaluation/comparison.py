@@ -180,10 +180,8 @@ def kept_chart(found: Mapping[str, Sequence[Mapping[str, Headline]]], what: str)
         y=alt.Y("forgetting:Q", scale=alt.Scale(zero=False, padding=20)),
         tooltip=charts.tips(row="", value=what, forgetting="", seeds=""),
     )
-    points, names = base.mark_point(filled=True, size=80, color=COLOURS[0], opacity=1), base.encode(text="row:N")
-    left = names.transform_filter(f"datum.value <= {middle}").mark_text(align="left", dx=8, color="#888888")
-    right = names.transform_filter(f"datum.value > {middle}").mark_text(align="right", dx=-8, color="#888888")
-    return on_page(alt.layer(points, left, right), 320, rows=rows)
+    points = base.mark_point(filled=True, size=80, color=COLOURS[0], opacity=1)
+    return on_page(alt.layer(points, *charts.names_beside(base, "row", "value", middle)), 320, rows=rows)
 
 
 def against_chart(table: Table) -> Spec | None:

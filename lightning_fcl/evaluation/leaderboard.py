@@ -86,13 +86,15 @@ def standing(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def board(table: Table, protocol: str, notes: Notes) -> str:
-    """A protocol's table in Markdown, the most accurate method first.
+    """A protocol's table in Markdown, the most accurate method first; nothing where none was run.
 
     Args:
         table: Of `standing`, its rows called ``PROTOCOL METHOD``.
         notes: Of all methods of the protocol; those that were not run are left out.
     """
     found = {method: table.rows[f"{protocol} {method}"] for method in notes if f"{protocol} {method}" in table.rows}
+    if not found:
+        return ""
     columns = [name for name in COLUMNS if any(name in cells for cells in found.values())]
     told = list(dict.fromkeys(name for method in found for name in notes[method]))
     lines = [
@@ -124,14 +126,11 @@ def picture(table: Table, protocol: str, notes: Notes) -> Spec | None:
 
 
 def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Drawn:
-    """Accuracy against a cost; names stand to the left of points on the right."""
+    """Accuracy against a cost."""
     x = alt.X(f"{cost}:Q", title=title, scale=alt.Scale(type="log", padding=40))
     y = alt.Y("accuracy:Q", title="last accuracy", scale=alt.Scale(zero=False, padding=14))
     base = charts.chart_of("rows").encode(x=x, y=y)
     points = base.mark_point(filled=True, size=60, opacity=0.9)
     points = points.encode(color=charts.colour("logits", kinds), shape=charts.shape("logits", kinds))
     middle = math.sqrt(min(row[cost] for row in rows) * max(row[cost] for row in rows))
-    names = base.encode(text="method:N")
-    left = names.transform_filter(f"datum.{cost} <= {middle}").mark_text(align="left", dx=7, fontSize=10)
-    right = names.transform_filter(f"datum.{cost} > {middle}").mark_text(align="right", dx=-7, fontSize=10)
-    return alt.layer(points, left, right).properties(width=440, height=420)
+    return alt.layer(points, *charts.names_beside(base, "method", cost, middle)).properties(width=440, height=420)

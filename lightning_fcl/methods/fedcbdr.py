@@ -20,7 +20,7 @@ from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.method import Method, padded, with_classes
+from lightning_fcl.methods.method import Method, class_mask, padded
 from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.methods.step import Step
 from lightning_fcl.randomness import seed_of
@@ -79,8 +79,7 @@ class FedCBDR(Method):
     def on_download(self, client: Client) -> Memory:
         if not self._tells_apart:
             return client.memory
-        nothing, old = torch.zeros(client.part.num_classes, dtype=torch.bool), client.part.old_classes
-        return {**client.memory, "old": with_classes(nothing, torch.tensor(old, dtype=torch.long))}
+        return {**client.memory, "old": class_mask(client.part.num_classes, client.part.old_classes)}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if not self._tells_apart or step.y is None:

@@ -21,7 +21,7 @@ from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import as_input, embeddings, evaluating, predictions
 from lightning_fcl.methods.inversion import Rows, encoder_of, gradient_at, invert
-from lightning_fcl.methods.method import Method, padded, sample_size, with_classes
+from lightning_fcl.methods.method import Method, class_mask, padded, sample_size
 from lightning_fcl.methods.step import Step
 from lightning_fcl.randomness import seed_of
 
@@ -121,10 +121,8 @@ class GLFC(Method):
             state = section(client.shared, "best") if self.proxy else client.server
             teacher = remember(state, "teacher") if self.strength > 0 else {}
             memory = {"experience": torch.tensor(part.experience), **teacher}
-        nothing = torch.zeros(part.num_classes, dtype=torch.bool)
         known = {"old": part.old_classes, "seen": part.old_classes + part.new_classes}
-        masks = {name: with_classes(nothing, torch.tensor(c, dtype=torch.long)) for name, c in known.items()}
-        return {**memory, **masks}
+        return {**memory, **{name: class_mask(part.num_classes, classes) for name, classes in known.items()}}
 
     def task_weight(self, client: Client) -> float:
         return 0.0

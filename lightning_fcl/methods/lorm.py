@@ -52,8 +52,8 @@ class LoRM(RegMean):
         state = super().server_state(module) | {"turn": torch.tensor(0)}
         for name, layer in _adapted(module).items():
             weight = layer.layer.weight.detach().double()
-            gram = torch.zeros_like(weight[:1].T @ weight[:1] if self.alpha else weight[0])
-            state |= {f"task.{name}": gram, f"tasks.gram.{name}": gram, f"tasks.answers.{name}": weight * 0}
+            gram, given = self._no_gram(weight), torch.zeros_like(weight)
+            state |= {f"task.{name}": gram, f"tasks.gram.{name}": gram, f"tasks.answers.{name}": given}
         return state
 
     def trains(self, client: Client) -> Pattern | None:
@@ -64,7 +64,7 @@ class LoRM(RegMean):
         if client.part.last_round:
             names = {f"{name}.a": f"task.{name}" for name in _adapted(client.module)}
             for name, rows in layer_inputs(client.module, names, own, finite_pairs(data)[0]):
-                gram = rows.T @ rows if self.alpha else rows.square().sum(dim=0)
+                gram = self._gram(rows)
                 sent[names[name]] += gram.lerp(gram.diagonal().diag(), 1 - self.alpha) if self.alpha else gram
         return sent
 

@@ -15,7 +15,7 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.method import Method, masked, padded, with_classes
+from lightning_fcl.methods.method import Method, class_mask, masked, padded, with_classes
 from lightning_fcl.methods.step import Step
 
 Outputs = Literal["probabilities", "log-probabilities", "logits"]
@@ -88,11 +88,10 @@ class MeanOutputLoss(Method):
 
     def on_download(self, client: Client) -> Memory:
         memory, part = client.memory, client.part
-        nothing = torch.zeros(part.num_classes, dtype=torch.bool)
         if part.new_classes or part.old_classes:
             known = {"new": part.new_classes, "old": part.old_classes}
-            return {n: with_classes(nothing, torch.tensor(classes, dtype=torch.long)) for n, classes in known.items()}
-        seen = memory.get("seen", nothing)
+            return {name: class_mask(part.num_classes, classes) for name, classes in known.items()}
+        seen = memory.get("seen", class_mask(part.num_classes, ()))
         if not memory or part.experience > int(memory["experience"]):
             memory = {"experience": torch.tensor(part.experience), "old": seen, "seen": seen}
         return memory

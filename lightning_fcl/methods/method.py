@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
@@ -85,6 +86,11 @@ def sample_size(federation: RunsFederation, name: str) -> tuple[int, ...]:
         )
     with isolate_rng():  # a data set's own code may draw
         return tuple(stream.take(rows[:1])[0].shape[1:])
+
+
+def class_mask(number: int, classes: Sequence[int]) -> Tensor:
+    """Which of so many classes are among some, shape (number,); longer where these ask for it."""
+    return with_classes(torch.zeros(number, dtype=torch.bool), torch.tensor(classes, dtype=torch.long))
 
 
 def with_classes(seen: Tensor, labels: Tensor) -> Tensor:

@@ -56,10 +56,17 @@ class RegMean(MovesServer):
         state: State = {}
         for name in averaged_layers(module):
             weight = weight_matrix(entries(module), name)
-            size = weight.shape[1]
-            state[f"gram.{name}"] = weight.new_zeros(size, size) if self.alpha else weight.new_zeros(size)
+            state[f"gram.{name}"] = self._no_gram(weight)
             state[f"answers.{name}"] = torch.zeros_like(weight)
         return state
+
+    def _no_gram(self, weight: Tensor) -> Tensor:
+        size = weight.shape[1]
+        return weight.new_zeros(size, size) if self.alpha else weight.new_zeros(size)
+
+    def _gram(self, rows: Tensor) -> Tensor:
+        """``X^T X`` of some inputs, shape (n, d), or of no alpha its diagonal; still with all numbers off it."""
+        return rows.T @ rows if self.alpha else rows.square().sum(dim=0)
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
         sent = {name: torch.zeros_like(value) for name, value in client.shared.items()}
@@ -67,7 +74,7 @@ class RegMean(MovesServer):
         learnt = [name for name, value in weights.items() if not value.equal(weight_matrix(client.server, name))]
         x, _ = finite_pairs(data)
         for name, rows in layer_inputs(client.module, learnt, own, x):
-            sent[f"gram.{name}"] += rows.T @ rows if self.alpha else rows.square().sum(dim=0)
+            sent[f"gram.{name}"] += self._gram(rows)
         for name in learnt:
             gram = sent[f"gram.{name}"]
             if self.alpha:

@@ -21,7 +21,7 @@ from lightning_fcl.methods.client import Client, Server
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import evaluating, predictions
-from lightning_fcl.methods.method import Method, masked, padded, sample_size, with_classes
+from lightning_fcl.methods.method import Method, class_mask, masked, padded, sample_size, with_classes
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models.generator import Generator, statistics_layers, with_statistics_distance
@@ -99,9 +99,8 @@ class TARGET(Method):
         return {"images": nothing, "logits": nothing, "ended": nothing.new_zeros(self._classes)}
 
     def on_download(self, client: Client) -> Memory:
-        nothing = torch.zeros(client.part.num_classes, dtype=torch.bool)
         made = {name: value for name, value in client.shared.items() if name in ("images", "logits")}
-        return {**made, "old": with_classes(nothing, torch.tensor(client.part.old_classes, dtype=torch.long))}
+        return {**made, "old": class_mask(client.part.num_classes, client.part.old_classes)}
 
     def recall(self, client: Client) -> Mapping[str, Tensor]:
         return {name: client.memory[name] for name in ("images", "logits") if name in client.memory}

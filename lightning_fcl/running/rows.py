@@ -30,6 +30,12 @@ def paper_folder(paper: str) -> Path:
     return recipes_folder() / paper
 
 
+def read_rows(folder: Path) -> dict[str, Any]:
+    """What ``rows.yaml`` of a paper's folder says."""
+    content: dict[str, Any] = yaml.safe_load((folder / "rows.yaml").read_text(encoding="utf-8"))
+    return content
+
+
 def place_of(recipes: Path, scale: str) -> Path:
     """Where the table, figures and kept runs of a scale lie, in a paper's folder."""
     return recipes if scale == "paper" else inside(recipes, scale)
@@ -99,7 +105,7 @@ class Row:
 
 def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
     """Every row of a paper's table at a scale, or the ``rows`` asked for, from ``rows.yaml``: see `expanded`."""
-    content = yaml.safe_load((folder / "rows.yaml").read_text())
+    content = read_rows(folder)
     entries = expanded(content)
     at_scale = {title: entry for title, entry in entries.items() if scale in (entry.scales or [scale])}
     for title in rows or ():

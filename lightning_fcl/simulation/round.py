@@ -201,9 +201,10 @@ class Round:
         """What the clients send of the module's entries, or in place of them, every entry of shape (clients, ...)."""
         uploading = [(i, m) for i, m in enumerate(self.federation.methods) if isinstance(m, Uploads)]
         rows = [trained.state(row) for row in range(len(cohort.clients))] if uploading else []
-        for (i, method), (row, part) in itertools.product(uploading, enumerate(cohort.clients if uploading else ())):
-            if method.applies_to(part):
-                rows[row] = method.upload(cohort.ended(method, row, trained.memories[row][i]), rows[row])
+        for i, method in uploading:
+            for row, part in enumerate(cohort.clients):
+                if method.applies_to(part):
+                    rows[row] = method.upload(cohort.ended(method, row, trained.memories[row][i]), rows[row])
         return {n: torch.stack([row[n] for row in rows]) for n in rows[0]} if rows else trained.uploads
 
     def _contributions(self, cohort: Cohort, trained: Trained) -> State:

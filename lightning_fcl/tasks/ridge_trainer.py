@@ -76,12 +76,12 @@ class RidgeTrainer:
         same = torch.equal(state["readout.tag"], self.module.readout.tag)
         return state[name] if same else torch.zeros_like(state[name])
 
-    def _stacked(self, rows: Sequence[Tensor], name: str) -> Tensor:
+    def _stacked(self, rows: list[Tensor], name: str) -> Tensor:
         room = self._room.get(name)
         if room is None or len(room) < len(rows) or room.device != rows[0].device:
-            room = self._room[name] = torch.stack(list(rows))
+            room = self._room[name] = torch.stack(rows)
             return room
-        return torch.stack(list(rows), out=room[: len(rows)])
+        return torch.stack(rows, out=room[: len(rows)])
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
         assert weight is not None  # batches are stacked
