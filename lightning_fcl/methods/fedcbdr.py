@@ -106,6 +106,7 @@ class FedCBDR(Method):
         if federation is None or not (gram := federation.server.kept_for(self.section)["gram"]).any():
             return
         server, rank = federation.server, int(torch.linalg.matrix_rank(gram, hermitian=True))
+        inverse = torch.linalg.pinv(gram, hermitian=True)
         for part in federation.client_rounds(federation.round.number):
             if not (part.last_round and part.client in server.record.trained and self.applies_to(part)):
                 continue
@@ -114,7 +115,7 @@ class FedCBDR(Method):
                 continue
             memory = server.store.memory(part.client, self.section)
             new = section(memory, "new")
-            scores = leverage(new.pop("features"), gram).cpu()
+            scores = leverage(new.pop("features"), inverse).cpu()
             size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
             generator = torch.Generator().manual_seed(seed_of(federation.seed, part.client, part.round, self.section))
             chosen = scores.clamp(min=1e-9).multinomial(size, generator=generator) if size else scores[:0].long()
@@ -126,15 +127,15 @@ class FedCBDR(Method):
 _cross_entropy = partial(F.cross_entropy, reduction="none")
 
 
-def leverage(features: Tensor, gram: Tensor) -> Tensor:
-    """The leverage ``x^T G^+ x`` of samples by their features x, shape (n, d), and ``G = X^T X`` of all samples' X.
+def leverage(features: Tensor, inverse: Tensor) -> Tensor:
+    """The leverage ``x^T G^+ x`` of samples by their features x, shape (n, d), and G^+, of ``X^T X`` of all samples' X.
 
     The scores, shape (n,), of all samples add up to the rank of G.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 5.0]])
-        >>> leverage(x, x.T @ x)
+        >>> leverage(x, torch.linalg.pinv(x.T @ x))
         tensor([0.5000, 0.5000, 1.0000], dtype=torch.float64)
     """
-    wide, inverse = features.double(), torch.linalg.pinv(gram.double(), hermitian=True)
-    return torch.einsum("nd,de,ne->n", wide, inverse, wide)
+    wide = features.double()
+    return torch.einsum("nd,de,ne->n", wide, inverse.double(), wide)

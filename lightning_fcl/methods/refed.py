@@ -118,7 +118,8 @@ def sample_importance(
     for iteration in range(1, iterations + 1):
         squares, total = [], {name: torch.zeros_like(value) for name, value in v.items()}
         for gradients in gradients_of_samples(module, lambda output, y: loss(output, y).sum(), {**w, **v}, x, y, names):
-            squares.append(torch.stack([g.flatten(1).square().sum(dim=1) for g in gradients.values()]).sum(dim=0))
+            norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients.values()])
+            squares.append(norms.square().sum(dim=0))
             total = {name: total[name] + gradients[name].sum(dim=0) for name in names}
         importance = importance + torch.cat(squares) / iteration
         v = {n: p - learning_rate * (total[n] / len(y) + strength * (p - w[n])) for n, p in v.items()}

@@ -42,13 +42,17 @@ def test_scores_of_rotated_clients_are_those_of_the_stack_and_sum_to_the_rank(ra
         clients = [rows @ root for rows in clients]
         left, values, _ = torch.linalg.svd(torch.cat(clients), full_matrices=False)
         wanted = left[:, values > 1e-9].square().sum(dim=1)  # the paper's, by the SVD of the stack
-        found = torch.cat([leverage(rows, sum(r.T @ r for r in clients)) for rows in clients])
+        found = torch.cat(
+            [leverage(rows, torch.linalg.pinv(sum(r.T @ r for r in clients), hermitian=True)) for rows in clients]
+        )
         torch.testing.assert_close(found, wanted)
         assert float(found.sum()) == pytest.approx(rank)
         q = orthogonal(5, generator)
         turned = [orthogonal(len(rows), generator) @ rows @ q for rows in clients]
         gram = sum(rows.T @ rows for rows in turned)
-        torch.testing.assert_close(torch.cat([leverage(rows @ q, gram) for rows in clients]), wanted)
+        torch.testing.assert_close(
+            torch.cat([leverage(rows @ q, torch.linalg.pinv(gram, hermitian=True)) for rows in clients]), wanted
+        )
 
 
 class Memories(Callback):
@@ -81,7 +85,10 @@ def test_clients_keep_their_share_of_all_leverage_of_their_own_samples(fit, make
             size = len(old.get("y", ()))
             assert set(memory) == {"x", "y"} and torch.equal(memory["x"][:size], old.get("x", x[:0]))
             new_x, new_y = memory["x"][size:], memory["y"][size:]
-            share = min(round(30 * float(leverage(features[client], gram).sum()) / rank), len(y))
+            share = min(
+                round(30 * float(leverage(features[client], torch.linalg.pinv(gram, hermitian=True)).sum()) / rank),
+                len(y),
+            )
             assert len(new_x) == share
             places = (new_x[:, None] == x).all(dim=2).byte().argmax(dim=1)
             assert torch.equal(x[places], new_x) and torch.equal(y[places], new_y)
