@@ -317,12 +317,12 @@ def _hooked(module: nn.Module) -> str | None:
 def _updates(module: nn.Module) -> list[int]:
     """How often each metric of a module has been updated."""
     parts = [value for part in module.modules() for value in (part, *vars(part).values())]
-    several = [one for part in parts if isinstance(part, list | tuple | dict) for one in _values(part)]
-    return [part.update_count for part in (*parts, *several) if isinstance(part, Metric)]
-
-
-def _values(part: Any) -> list[Any]:
-    return list(part.values() if isinstance(part, dict) else part)
+    several = [
+        list(part.values() if isinstance(part, dict) else part)
+        for part in parts
+        if isinstance(part, list | tuple | dict)
+    ]
+    return [part.update_count for part in (*parts, *itertools.chain(*several)) if isinstance(part, Metric)]
 
 
 def _leaves(changed: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -126,7 +126,9 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
     wide = torch.from_numpy(weights)[used].to(device)
     used = used.to(constraints.device)
     result = torch.empty_like(gradient)
-    for piece in _pieces(gradient):
+    size = _PIECE if device.type == "cpu" else 128 * _PIECE
+    for start in range(0, len(gradient), size):
+        piece = slice(start, start + size)
         rows = constraints[:, piece].index_select(0, used)
         total = torch.addmv(_wide(gradient[piece]), _wide(rows).T, wide)
         result[piece].copy_(total)
@@ -135,11 +137,6 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(device_of(tensor), torch.float64)
-
-
-def _pieces(gradient: Tensor) -> Iterator[slice]:
-    size, length = _PIECE if device_of(gradient).type == "cpu" else 128 * _PIECE, len(gradient)
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def _sorted(tensor: Tensor) -> Tensor:
