@@ -19,7 +19,7 @@ from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
 from lightning_fcl.methods.prototypes import SumOfSome
 
-_NONE = 1e-10  # of the largest eigenvalue: what is smaller is no direction of the inputs
+_NONE = 1e-10  # of the largest eigenvalue, or what rounding makes of none: what is smaller is no direction of the inputs
 
 
 @dataclass(eq=False)
@@ -110,7 +110,8 @@ def regmean(mean: Tensor, weighted: Tensor, gram: Tensor) -> Tensor:
     """
     rest = weighted - answers(mean, gram)
     if gram.dim() == 2:
-        inverse = torch.linalg.pinv(gram, rtol=_NONE, hermitian=True)
+        none = max(_NONE, len(gram) * torch.finfo(gram.dtype).eps)
+        inverse = torch.linalg.pinv(gram, rtol=none, hermitian=True)
     else:
         inverse = torch.where(gram > _NONE * gram.max(), 1 / gram, 0.0)
     return mean + answers(rest, inverse)
