@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import altair as alt
@@ -13,6 +14,8 @@ from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Drawn, Points, Spec
 from lightning_fcl.evaluation.metrics import stream_accuracies
 from lightning_fcl.evaluation.table import Cell, Table, markdown_table
+
+_WIDTH, _HEIGHT, _LINE = 440, 420, 12  # of a picture's half, and of a line of its text
 
 Notes = Mapping[str, Mapping[str, str]]
 """Of each method what a table tells beside its numbers, by the column: the ``logits`` that its loss sees, and so on."""
@@ -127,10 +130,37 @@ def picture(table: Table, protocol: str, notes: Notes) -> Spec | None:
 
 def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Drawn:
     """Accuracy against a cost."""
-    x = alt.X(f"{cost}:Q", title=title, scale=alt.Scale(type="log", padding=40))
-    y = alt.Y("accuracy:Q", title="last accuracy", scale=alt.Scale(zero=False, padding=14))
-    base = charts.chart_of("rows").encode(x=x, y=y)
+    ends, (low, high) = _ends([math.log(row[cost]) for row in rows]), _ends([row["accuracy"] for row in rows])
+    across = alt.Scale(type="log", domain=[math.exp(end) for end in ends], nice=False)
+    x, up = alt.X(f"{cost}:Q", title=title, scale=across), alt.Scale(domain=[low, high], nice=False)
+    base = charts.chart_of("rows").encode(x=x, y=alt.Y("accuracy:Q", title="last accuracy", scale=up))
     points = base.mark_point(filled=True, size=60, opacity=0.9)
     points = points.encode(color=charts.colour("logits", kinds), shape=charts.shape("logits", kinds))
-    middle = math.sqrt(min(row[cost] for row in rows) * max(row[cost] for row in rows))
-    return alt.layer(points, *charts.names_beside(base, "method", cost, middle)).properties(width=440, height=420)
+    middle, beside = math.exp(sum(ends) / 2), f"beside {cost}"
+    for row, height in zip(rows, _apart(rows, cost, ends, (low, high)), strict=True):
+        row[beside] = height
+    names = charts.names_beside(base.encode(y=alt.Y(f"{beside}:Q", scale=up)), "method", cost, middle)
+    return alt.layer(points, *names).properties(width=_WIDTH, height=_HEIGHT)
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of an axis, a little beyond the values."""
+    beyond = 0.08 * (max(values) - min(values)) or 0.1
+    return min(values) - beyond, max(values) + beyond
+
+
+def _apart(rows: Points, cost: str, across: tuple[float, float], up: tuple[float, float]) -> list[float]:
+    """At which accuracy each name stands beside its point, further down where another would cover it."""
+    places: list[tuple[float, float, float]] = []
+    result = [0.0] * len(rows)
+    for number in sorted(range(len(rows)), key=lambda one: -rows[one]["accuracy"]):
+        x = _WIDTH * (math.log(rows[number][cost]) - across[0]) / (across[1] - across[0])
+        y = _HEIGHT * (up[1] - rows[number]["accuracy"]) / (up[1] - up[0])
+        wide = 14 + 7 * len(rows[number]["method"])
+        left, right = (x, x + wide) if x <= _WIDTH / 2 else (x - wide, x)
+        for start, end, height in sorted(places, key=itemgetter(2)):
+            if start < right and left < end and abs(height - y) < _LINE:
+                y = height + _LINE
+        places.append((left, right, y))
+        result[number] = up[1] - y * (up[1] - up[0]) / _HEIGHT
+    return result

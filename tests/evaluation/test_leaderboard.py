@@ -80,9 +80,18 @@ def test_a_board_has_the_best_first_and_what_was_run():
 
 def test_a_picture_has_each_method_by_its_traffic_and_its_time():
     drawn = picture(table(low=[0.3], high=[0.5]), "P", NOTES)
-    assert drawn["datasets"]["rows"] == [
+    rows = [{name: row[name] for name in row if "beside" not in name} for row in drawn["datasets"]["rows"]]
+    assert rows == [
         {"method": "low", "accuracy": 0.3, "logits": "all", "traffic": 0.016, "seconds": 22.8},
         {"method": "high", "accuracy": 0.5, "logits": "task's", "traffic": 0.02, "seconds": 30.4},
     ]
     assert [part["layer"][0]["encoding"]["x"]["field"] for part in drawn["hconcat"]] == ["traffic", "seconds"]
     assert picture(table(low=[0.3]), "P", NOTES) is None
+
+
+def test_names_stand_beside_their_points_unless_one_covered_another():
+    notes = {name: {"logits": "all"} for name in ("low", "same", "twin")}
+    rows = picture(table(low=[0.3], same=[0.5], twin=[0.5]), "P", notes)["datasets"]["rows"]
+    low, same, other = ([row[f"beside {cost}"] for cost in ("traffic", "seconds")] for row in rows)
+    assert low == pytest.approx([0.3, 0.3]) and same == pytest.approx([0.5, 0.5])
+    assert all(height < 0.5 for height in other)
