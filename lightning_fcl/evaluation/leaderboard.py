@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import altair as alt
@@ -150,17 +149,17 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _apart(rows: Points, cost: str, across: tuple[float, float], up: tuple[float, float]) -> list[float]:
-    """At which accuracy each name stands beside its point, further down where another would cover it."""
+    """At which accuracy each name stands beside its point: at the point's, or where next to it no other name is."""
     places: list[tuple[float, float, float]] = []
     result = [0.0] * len(rows)
     for number in sorted(range(len(rows)), key=lambda one: -rows[one]["accuracy"]):
         x = _WIDTH * (math.log(rows[number][cost]) - across[0]) / (across[1] - across[0])
-        y = _HEIGHT * (up[1] - rows[number]["accuracy"]) / (up[1] - up[0])
-        wide = 14 + 7 * len(rows[number]["method"])
+        own = _HEIGHT * (up[1] - rows[number]["accuracy"]) / (up[1] - up[0])
+        wide = 8 + 6.5 * len(rows[number]["method"])
         left, right = (x, x + wide) if x <= _WIDTH / 2 else (x - wide, x)
-        for start, end, height in sorted(places, key=itemgetter(2)):
-            if start < right and left < end and abs(height - y) < _LINE:
-                y = height + _LINE
+        near = [y for start, end, y in places if start < right and left < end]
+        tried = (own + sign * step * _LINE / 2 for step in range(2 * len(rows)) for sign in (1, -1))
+        y = next(height for height in tried if all(abs(height - other) >= _LINE for other in near))
         places.append((left, right, y))
         result[number] = up[1] - y * (up[1] - up[0]) / _HEIGHT
     return result
