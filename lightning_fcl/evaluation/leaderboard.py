@@ -149,7 +149,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _apart(rows: Points, cost: str, across: tuple[float, float], up: tuple[float, float]) -> list[float]:
-    """At which accuracy each name stands beside its point: at the point's, or where next to it no other name is."""
+    """At which accuracy each name stands beside its point: at the point's, or below it and the names there."""
     places: list[tuple[float, float, float]] = []
     result = [0.0] * len(rows)
     for number in sorted(range(len(rows)), key=lambda one: -rows[one]["accuracy"]):
@@ -157,9 +157,9 @@ def _apart(rows: Points, cost: str, across: tuple[float, float], up: tuple[float
         own = _HEIGHT * (up[1] - rows[number]["accuracy"]) / (up[1] - up[0])
         wide = 8 + 6.5 * len(rows[number]["method"])
         left, right = (x, x + wide) if x <= _WIDTH / 2 else (x - wide, x)
-        near = [y for start, end, y in places if start < right and left < end]
-        tried = (own + sign * step * _LINE / 2 for step in range(2 * len(rows)) for sign in (1, -1))
-        y = next(height for height in tried if all(abs(height - other) >= _LINE for other in near))
-        places.append((left, right, y))
-        result[number] = up[1] - y * (up[1] - up[0]) / _HEIGHT
+        for other in sorted(y for start, end, y in places if start < right and left < end):
+            if abs(other - own) < _LINE:
+                own = other + _LINE
+        places.append((left, right, own))
+        result[number] = up[1] - own * (up[1] - up[0]) / _HEIGHT
     return result
