@@ -19,7 +19,7 @@ from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
 from lightning_fcl.methods.prototypes import SumOfSome
 
-_NONE = 1e-10  # of the largest eigenvalue, or what rounding makes of none: what is smaller is no direction of the inputs
+_NONE = 1e-10  # of the largest eigenvalue, or what rounding makes of 0: what is smaller is no direction of the inputs
 
 
 @dataclass(eq=False)
