@@ -216,3 +216,16 @@ def test_refused(fit, make_stream, make_task, train, samples):
         train(make_task(), [RegMean()], samples())
     with pytest.raises(ValueError, match="Expected a module with linear or convolutional layers that learn"):
         fit(make_task(), make_stream(), [RegMean()], reductions={"*": "krum"})
+
+
+def test_rounding_makes_no_directions_in_single_precision():
+    """Where no input reaches, the layer is the clients' mean, though a Gram matrix in single precision is nowhere 0."""
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [torch.randn(8, 100, generator=generator) for _ in range(3)]
+        weights = [torch.randn(4, 100, generator=generator) for _ in range(3)]
+        grams, mean = [x.T @ x for x in inputs], sum(weights) / 3
+        found = regmean(mean, sum(map(answers, weights, grams)), sum(grams))
+        _, _, directions = torch.linalg.svd(torch.cat(inputs))
+        nowhere = directions[24:].T
+        torch.testing.assert_close(found @ nowhere, mean @ nowhere, rtol=0, atol=1e-3)
