@@ -139,16 +139,20 @@ class Gather:
     """An `Accumulator` that keeps all uploads of a round, for a rule that needs them at once.
 
     The rule makes the new values from the uploads of each entry, which an `Aggregator` that knows the clients' numbers
-    gives in their order, and from the server's values.
+    gives in their order, and from the server's values. It is given what was ``kept`` of each, a copy.
     """
 
-    def __init__(self, rule: Callable[[Mapping[str, list[Tensor]], Mapping[str, Tensor]], State]) -> None:
-        self._rule = rule
+    def __init__(
+        self,
+        rule: Callable[[Mapping[str, list[Tensor]], Mapping[str, Tensor]], State],
+        kept: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> None:
+        self._rule, self._kept = rule, kept
         self._rows: dict[str, list[Tensor]] = {}
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         for name, value in values.items():
-            self._rows.setdefault(name, []).extend(value.clone())
+            self._rows.setdefault(name, []).extend(map(self._kept, value))
 
     def combine(self, ranks: Ranks) -> None:
         parts = ranks.share({name: [row.cpu() for row in rows] for name, rows in self._rows.items()})
@@ -162,6 +166,11 @@ class Gather:
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         return self._rule({n: [row.to(server[n].device) for row in rows] for n, rows in self._rows.items()}, server)
+
+
+def filled_rows(value: Tensor) -> Tensor:
+    """The rows of a matrix that are not zeros alone."""
+    return value[value.any(dim=1)]
 
 
 class WeightedMean:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction
+from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, filled_rows
 
 
 class Rows(Reduction):
@@ -24,7 +24,7 @@ class Rows(Reduction):
         return int(value.any(dim=1).sum()) * value[:1].nbytes
 
     def accumulator(self) -> Accumulator:
-        return Gather(lambda sent, server: {n: torch.cat([v[v.any(dim=1)] for v in rows]) for n, rows in sent.items()})
+        return Gather(lambda sent, server: {name: torch.cat(rows) for name, rows in sent.items()}, filled_rows)
 
 
 def encoder_of(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:

@@ -11,21 +11,14 @@ from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Rules
-from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, SparseMean, State
+from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, SparseMean, State, filled_rows
 from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading
 
 
 class Gathered(Reduction):
-    """All uploads of a round, one behind the other; with a ``rank`` the leading rows of the server's and these.
+    """Uploads of a round, all at once. Zeros do not travel."""
 
-    Zeros do not travel.
-    """
-
-    name = "gathered"
     down = False
-
-    def __init__(self, rank: int | None = None) -> None:
-        self.rank = rank
 
     def start(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
@@ -33,13 +26,44 @@ class Gathered(Reduction):
     def wire_bytes(self, value: Tensor) -> int:
         return SparseMean().wire_bytes(value)
 
+
+class GatheredRows(Gathered):
+    """The leading rows of the server's and of all uploads' rows, so many as ``rank`` says."""
+
+    name = "gathered rows"
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
     def accumulator(self) -> Accumulator:
-        return Gather(self._together)
+        return Gather(self._together, filled_rows)
 
     def _together(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
-        if self.rank is None:
-            return {name: torch.cat(given) for name, given in rows.items()}
         return {name: leading(torch.cat([server[name], *given]), self.rank) for name, given in rows.items()}
+
+
+class GatheredGroups(Gathered):
+    """Sums and numbers of each class's samples in the groups of all clients, without the groups that have none of it.
+
+    A client has few of the classes in few of its groups: what is kept of it until the others have come is sparse.
+    """
+
+    name = "gathered groups"
+
+    def accumulator(self) -> Accumulator:
+        return Gather(self._together, lambda value: value.to_sparse(2))
+
+    def _together(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
+        sums, counts = (rows[name] for name in _MOMENTS)
+        held = torch.stack([value.to_dense() > 0 for value in counts])
+        places = (held.flatten(0, 1).cumsum(dim=0) - 1).view(held.shape)  # among the groups with a class
+        shape = (max(1, int(places.max()) + 1), *sums[0].shape[1:])
+        together = sums[0].new_zeros(shape, layout=torch.strided), counts[0].new_zeros(shape[:2], layout=torch.strided)
+        for given in zip(held, places, sums, counts, strict=True):
+            groups, classes = given[0].nonzero(as_tuple=True)
+            for result, value in zip(together, given[2:], strict=True):
+                result[given[1][groups, classes], classes] = value.to_dense()[groups, classes]
+        return dict(zip(_MOMENTS, together, strict=True))
 
 
 @dataclass(frozen=True)
@@ -75,9 +99,11 @@ _ADDED: Rules = dict.fromkeys((*_NAMES, "readout.n"), "sum")
 SUMS = Statistics(_NAMES, _ADDED, accumulate)
 """A and B, whose sums over clients are those of all samples."""
 
+_MOMENTS = ("moments.sums", "moments.counts")
+
 MOMENTS = Statistics(
-    ("moments.sums", "moments.counts"),
-    {"moments.*": Gathered(), "readout.n": "sum"},
+    _MOMENTS,
+    {"moments.*": GatheredGroups(), "readout.n": "sum"},
     accumulate_groups,
     "shares moments, which the server weighs by those of all clients of a round",
 )
@@ -92,4 +118,4 @@ def low_rank(rank: int) -> Statistics:
     reason = (
         "keeps the `rank` leading directions of all clients' samples: what one has added cannot be told from the rest"
     )
-    return Statistics(_NAMES, {**_ADDED, "readout.B": Gathered(rank)}, accumulate_rows, reason, rank)
+    return Statistics(_NAMES, {**_ADDED, "readout.B": GatheredRows(rank)}, accumulate_rows, reason, rank)
