@@ -32,6 +32,7 @@ def flat(recipe: Row) -> str:
     """A recipe as one file that stands for the same but for its folder, with the comments of all its files."""
     yaml = YAML()
     yaml.width = 120
+    yaml.preserve_quotes = True  # a key `on` would be read as true without
     heads, whole = [], CommentedMap()
     for path in recipe.configs:
         read_yaml(path)  # bounded, and understood
