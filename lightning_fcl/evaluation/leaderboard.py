@@ -136,8 +136,7 @@ def _against(rows: Points, cost: str, title: str, kinds: Sequence[str]) -> Drawn
     points = base.mark_point(filled=True, size=60, opacity=0.9)
     points = points.encode(color=charts.colour("logits", kinds), shape=charts.shape("logits", kinds))
     middle, beside = math.exp(sum(ends) / 2), f"beside {cost}"
-    for row, height in zip(rows, _apart(rows, cost, ends, (low, high)), strict=True):
-        row[beside] = height
+    _set_apart(rows, cost, beside, ends, (low, high))
     names = charts.names_beside(base.encode(y=alt.Y(f"{beside}:Q", scale=up)), "method", cost, middle)
     return alt.layer(points, *names).properties(width=_WIDTH, height=_HEIGHT)
 
@@ -148,18 +147,16 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return min(values) - beyond, max(values) + beyond
 
 
-def _apart(rows: Points, cost: str, across: tuple[float, float], up: tuple[float, float]) -> list[float]:
-    """At which accuracy each name stands beside its point: at the point's, or below it and the names there."""
+def _set_apart(rows: Points, cost: str, beside: str, across: tuple[float, float], up: tuple[float, float]) -> None:
+    """Enter at which accuracy each name stands beside its point: at the point's, or below it and the names there."""
     places: list[tuple[float, float, float]] = []
-    result = [0.0] * len(rows)
-    for number in sorted(range(len(rows)), key=lambda one: -rows[one]["accuracy"]):
-        x = _WIDTH * (math.log(rows[number][cost]) - across[0]) / (across[1] - across[0])
-        own = _HEIGHT * (up[1] - rows[number]["accuracy"]) / (up[1] - up[0])
-        wide = 8 + 6.5 * len(rows[number]["method"])
+    for row in sorted(rows, key=lambda row: -row["accuracy"]):
+        x = _WIDTH * (math.log(row[cost]) - across[0]) / (across[1] - across[0])
+        y = _HEIGHT * (up[1] - row["accuracy"]) / (up[1] - up[0])
+        wide = 8 + 6.5 * len(row["method"])
         left, right = (x, x + wide) if x <= _WIDTH / 2 else (x - wide, x)
-        for other in sorted(y for start, end, y in places if start < right and left < end):
-            if abs(other - own) < _LINE:
-                own = other + _LINE
-        places.append((left, right, own))
-        result[number] = up[1] - own * (up[1] - up[0]) / _HEIGHT
-    return result
+        for other in sorted(height for start, end, height in places if start < right and left < end):
+            if abs(other - y) < _LINE:
+                y = other + _LINE
+        places.append((left, right, y))
+        row[beside] = up[1] - y * (up[1] - up[0]) / _HEIGHT

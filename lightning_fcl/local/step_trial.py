@@ -318,11 +318,12 @@ def _updates(module: nn.Module) -> list[int]:
     """How often each metric of a module has been updated."""
     parts = [value for part in module.modules() for value in (part, *vars(part).values())]
     several = [
-        list(part.values() if isinstance(part, dict) else part)
+        one
         for part in parts
         if isinstance(part, list | tuple | dict)
+        for one in (part.values() if isinstance(part, dict) else part)
     ]
-    return [part.update_count for part in (*parts, *itertools.chain(*several)) if isinstance(part, Metric)]
+    return [part.update_count for part in (*parts, *several) if isinstance(part, Metric)]
 
 
 def _leaves(changed: Sequence[str]) -> str:
