@@ -22,11 +22,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Mark, Piece, Weights, common_mark
+from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Mark, Piece, Weights, common_mark, largest_of
 from lightning_fcl.federation.ranks import Ranks
 
 _WAITING = 4_000_000
 """Numbers of uploads that wait to be added together."""
+
+_COHORT_BITS = 46
+"""What is kept of a cohort's sum of single precision, from an entry's largest number downwards: so one whole number for
+each holds the exact sum of cohorts, whose largest numbers are up to 16 times apart."""
 
 
 class ExactSum:
@@ -212,13 +216,17 @@ def _alike(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 
 def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """The sum of some clients' values, shape (clients, ...), each times its weight, in double precision."""
+    """The sum of some clients' values, shape (clients, ...), each times its weight, in about double precision."""
     if values.device.type == "mps":  # which has none
         values = values.cpu()
     factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
-    size = PIECE // len(values) if values.device.type == "cpu" else values.numel()
+    size = PIECE // 2 // len(values) if values.device.type == "cpu" else values.numel()
     columns = _split(values.detach().unsqueeze(-1).flatten(1), max(1, size), dim=1)
-    return torch.cat([factors @ part.double() for part in columns]).view(values.shape[1:])
+    total = torch.cat([factors @ part.double() for part in columns]).view(values.shape[1:])
+    if values.dtype in NARROW and total.numel():
+        offset = math.ldexp(1.5, 52 - _COHORT_BITS + math.frexp(largest_of(total))[1])
+        total.add_(offset).sub_(offset)
+    return total
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:

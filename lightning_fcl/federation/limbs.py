@@ -98,7 +98,7 @@ class Piece:
         """Add one client's values, shape (size,), or several clients', (clients, size), with a column of weights."""
         if column is not None and values.dtype is torch.float64:
             for total in _sums(values, weights, column, entry):
-                self._add(total, _bench.clear(total)[1], 1, _largest(total), 0.0)
+                self._add(total, _bench.clear(total)[1], 1, largest_of(total), 0.0)
             return
         numbers, spare, absolute = _bench.clear(values)
         least, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
@@ -130,7 +130,7 @@ class Piece:
             limb.offsets += times * clients * ((1075 + limb.exponent << 52) + (1 << 51))
             if complete:
                 return
-            largest = _largest(numbers.sub_(rounded.sub_(offset)))
+            largest = largest_of(numbers.sub_(rounded.sub_(offset)))
 
     def _limb(self, size: int, times: int, rows: int) -> _Limb:
         """A limb for numbers below 2^size, which leaves at least 20 bits of the largest."""
@@ -212,7 +212,7 @@ def _sums(rows: Tensor, weights: Weights, column: Tensor, entry: str) -> list[Te
     for start in range(0, rows.shape[1], width):
         part = rows[:, start : start + width]
         rest, high, _ = _bench.clear(part)
-        largest = _largest(rest.copy_(part))
+        largest = largest_of(rest.copy_(part))
         _check(largest, weights, entry)
         if not weights.ones:
             rest.mul_(column)
@@ -224,11 +224,11 @@ def _sums(rows: Tensor, weights: Weights, column: Tensor, entry: str) -> list[Te
             offset = math.ldexp(1.5, 52 - bits + math.frexp(largest)[1])  # as in `Piece`
             torch.add(rest, offset, out=high).sub_(offset)
             torch.sum(high, dim=0, out=sums[level][start : start + width])
-            largest, level = _largest(rest.sub_(high)), level + 1
+            largest, level = largest_of(rest.sub_(high)), level + 1
     return sums
 
 
-def _largest(values: Tensor) -> float:
+def largest_of(values: Tensor) -> float:
     """The largest absolute value, or NaN if there is one."""
     return max(abs(bound.item()) for bound in torch.aminmax(values))
 
