@@ -57,13 +57,18 @@ class StackedClients:
         self._template = optimizer
         self._seed = seed
         self._made: dict[int, tuple[dict[str, nn.Parameter], Optimizer]] = {}
+        # Under vmap the gradients of linear layers lie in memory by columns: steps are faster where all else does.
+        layers = (part for part in module.modules() if isinstance(part, nn.Linear))
+        weights = {id(layer.weight) for layer in layers}
+        self._by_columns = {name for name, value in entries(module).items() if id(value) in weights}
 
     def begin(
         self, clients: Sequence[ClientRound], states: Sequence[State], memories: Sequence[Sequence[Memory]]
     ) -> None:
         """Begin with some clients, as `LocalTrainer.begin` says."""
         self.number, self._step = len(states), 0
-        self._received = stack(states)
+        received = stack(states)
+        self._received = {n: by_columns(v) if n in self._by_columns else v for n, v in received.items()}
         self.params, self.optimizer = self._parameters(len(states))
         self.finite = torch.tensor(True)
         own = set(entries(self._module))
@@ -84,7 +89,10 @@ class StackedClients:
             optimizer.state.clear()
             set_group_values(optimizer, group_values(self._template))  # a rate may change
             return params, optimizer
-        params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+        params = {
+            name: nn.Parameter(value.mT.clone().mT if name in self._by_columns else value.clone())
+            for name, value in values.items()
+        }
         twins = {id(p): params[name] for name, p in self._module.named_parameters() if name in params}
         self._made[clients] = params, with_parameters(self._template, twins)
         return self._made[clients]
@@ -275,6 +283,12 @@ def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:
     if all(row is rows[0] for row in rows):
         return {name: value.expand(len(rows), *value.shape) for name, value in rows[0].items()}
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def by_columns(matrices: Tensor) -> Tensor:
+    """The same matrices, shape (clients, rows, columns), each of which lies in memory column by column."""
+    one = matrices[0] if matrices.stride(0) == 0 else matrices
+    return one.mT.contiguous().mT.expand(matrices.shape)
 
 
 def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: Sequence[Memory]) -> None:
