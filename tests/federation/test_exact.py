@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_fcl.federation.aggregation import BUILT_IN, Aggregator
-from lightning_fcl.federation.exact import ExactSum
+from lightning_fcl.federation.exact import ExactSum, weighted_sum
 from lightning_fcl.federation.limbs import PIECE, Weights
 from lightning_fcl.federation.reductions import Accumulator, Gather, Mean, Reduction, Sum
 from lightning_fcl.federation.robust import Krum, TrimmedMean
@@ -421,6 +421,18 @@ def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
                 torch.testing.assert_close(found, value, rtol=4 * torch.finfo(value.dtype).eps, atol=1e-12)
             else:
                 assert torch.equal(found, value)
+
+
+def test_the_sums_of_cohorts_fit_into_one_whole_number_a_number_and_columns_are_as_rows():
+    exact, weights = ExactSum(torch.zeros(30, 20)), [3.0, 8.0, 5.0]
+    factors = torch.tensor(weights, dtype=torch.float64)
+    for cohort in range(6):
+        values = torch.randn(3, 30, 20, generator=generator(cohort)) * (1 + cohort)
+        total, product = weighted_sum(values, weights), torch.einsum("c,cij->ij", factors, values.double())
+        assert (total - product).abs().max() <= 2**-46 * product.abs().max()
+        assert torch.equal(weighted_sum(values.mT.contiguous().mT, weights), total)
+        exact.add(total[None])
+    assert None not in exact.marks()
 
 
 @pytest.mark.gpu
