@@ -29,8 +29,8 @@ _WAITING = 4_000_000
 """Numbers of uploads that wait to be added together."""
 
 _COHORT_BITS = 46
-"""What is kept of a cohort's sum of single precision, from an entry's largest number downwards: so one whole number for
-each holds the exact sum of cohorts, whose largest numbers are up to 16 times apart."""
+"""What is kept of a cohort's sum of single precision, from an entry's largest number downwards. So one whole number for
+each holds the exact sum of cohorts, where their largest numbers are at most twice the first's and at least a 16th."""
 
 
 class ExactSum:

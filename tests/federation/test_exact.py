@@ -427,7 +427,7 @@ def test_the_sums_of_cohorts_fit_into_one_whole_number_a_number_and_columns_are_
     exact, weights = ExactSum(torch.zeros(30, 20)), [3.0, 8.0, 5.0]
     factors = torch.tensor(weights, dtype=torch.float64)
     for cohort in range(6):
-        values = torch.randn(3, 30, 20, generator=generator(cohort)) * (1 + cohort)
+        values = torch.randn(3, 30, 20, generator=generator(cohort)) * torch.logspace(0, -9, 20) / (1 + cohort)
         total, product = weighted_sum(values, weights), torch.einsum("c,cij->ij", factors, values.double())
         assert (total - product).abs().max() <= 2**-46 * product.abs().max()
         assert torch.equal(weighted_sum(values.mT.contiguous().mT, weights), total)
