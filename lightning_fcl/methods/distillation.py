@@ -126,10 +126,12 @@ class LwF(Method):
     Args:
         strength: Weight (lambda) of the distillation, at least 0.
         temperature: Softens both sides, above 0.
+        teacher: Whose model distils: ``"own"``: the client's, after its last round of earlier experiences;
+            ``"server"``: what it first receives in this one, as federated comparisons have it.
         clients: Who distils; the others fine-tune. See `Method`.
 
     Raises:
-        ValueError: If ``strength`` or ``temperature`` is outside its range.
+        ValueError: If an argument is outside its range.
 
     Example:
         >>> LwF(strength=0.0).task_weight(Client())
@@ -141,16 +143,17 @@ class LwF(Method):
 
     strength: float = argument(1.0, at_least, 0)
     temperature: float = argument(2.0, above, 0)
+    teacher: Literal["own", "server"] = argument("own", one_of, ("own", "server"))
 
     def on_download(self, client: Client) -> Memory:
-        memory = client.memory
+        memory, experience = client.memory, torch.tensor(client.part.experience)
         if not memory:
             nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
-            memory = {"experience": torch.tensor(client.part.experience), "seen": nothing, "old": nothing}
-            memory |= remember(client.server, "latest") | remember(client.server, "teacher")
-        if client.part.experience > int(memory["experience"]):
-            memory = {**memory, "experience": torch.tensor(client.part.experience), "old": memory["seen"]}
-            memory |= remember(section(memory, "latest"), "teacher")
+            memory = {"experience": experience, "seen": nothing, "old": nothing, **remember(client.server, "teacher")}
+            memory |= self._latest(client.server)
+        if experience > memory["experience"]:
+            teacher = section(memory, "latest") if self.teacher == "own" else client.server
+            memory = {**memory, "experience": experience, "old": memory["seen"], **remember(teacher, "teacher")}
         return memory
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
@@ -163,8 +166,8 @@ class LwF(Method):
         return self.strength * loss * old.any()
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return {
-            **client.memory,
-            "seen": with_classes(client.memory["seen"], client.part.labels),
-            **remember(own, "latest"),
-        }
+        seen = with_classes(client.memory["seen"], client.part.labels)
+        return {**client.memory, "seen": seen, **self._latest(own)}
+
+    def _latest(self, state: State) -> Memory:
+        return remember(state, "latest") if self.teacher == "own" else {}

@@ -117,8 +117,9 @@ def test_lwf_that_adds_nothing(step, make_task, strength, old):
         assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
 
 
-def test_lwf_learns_of_experiences_from_their_number(make_task):
-    method, states = LwF(), [make_task(seed=s).state_dict() for s in range(4)]
+@pytest.mark.parametrize(("teacher", "of"), [("own", 2), ("server", 0)])
+def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
+    method, states = LwF(teacher=teacher), [make_task(seed=s).state_dict() for s in range(4)]
     memory = method.on_download(Client({}, states[0], ClientRound("a", 0, num_classes=4)))
     assert memory["old"].tolist() == [False] * 4
     memory = method.end_round(Client(memory, part=ClientRound("a", 0, labels=torch.tensor([2, 2]))), states[1], None)
@@ -127,13 +128,14 @@ def test_lwf_learns_of_experiences_from_their_number(make_task):
     memory = method.end_round(Client(same, part=ClientRound("a", 1, labels=torch.tensor([0]))), states[2], None)
     memory = method.on_download(Client(memory, states[0], ClientRound("a", 2, experience=1)))
     assert memory["old"].tolist() == [True, False, True, False]
-    assert all(torch.equal(section(memory, "teacher")[n], states[2][n]) for n in states[2])
+    assert all(torch.equal(section(memory, "teacher")[n], states[of][n]) for n in states[of])
     memory = method.end_round(
         Client(memory, part=ClientRound("a", 2, experience=1, labels=torch.tensor([1]))), states[3], None
     )
-    later = method.on_download(Client(memory, states[0], ClientRound("a", 3, experience=1)))
+    later = method.on_download(Client(memory, states[1], ClientRound("a", 3, experience=1)))
     assert later["old"].tolist() == [True, False, True, False]
-    assert all(torch.equal(section(later, "teacher")[n], states[2][n]) for n in states[2])
+    assert all(torch.equal(section(later, "teacher")[n], states[of][n]) for n in states[of])
+    assert bool(section(later, "latest")) == (teacher == "own")
 
 
 def normalised(make_task):
