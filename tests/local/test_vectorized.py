@@ -331,20 +331,45 @@ def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_
     assert difference(auto.state_dict(), one.state_dict()) == 0
 
 
-def test_gradients_lie_in_memory_as_what_they_change(fit, make_stream, make_task, monkeypatch):
-    """Else each step of the optimizer reads one of the two across rows, which takes three times as long."""
+class Products(nn.Module):
+    """Products of matrices in place of linear layers."""
 
-    seen = []
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(6, 5) / 2), nn.Parameter(torch.randn(4, 5) / 2)
+
+    def forward(self, x):
+        return torch.relu(x @ self.first) @ self.second.T
+
+
+CONVOLUTIONS = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(20, 4))
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("model", [MLP([6, 16, 8, 4]), Products(), CONVOLUTIONS], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_fused_optimizers_which_pass_over_the_memory_are_as_others(fit, make_stream, make_task, model, kind):
+    states = []
+    for size, fused in ((1, False), (3, False), (3, True)):
+        task = make_task(lambda params, fused=fused: kind(params, lr=0.05, fused=fused), copy.deepcopy(model))
+        fit(task, make_stream(clients=3), cohort_size=size, max_epochs=2, seed=0)
+        states.append(task.state_dict())
+    assert max(difference(states[0], other) for other in states[1:]) < 1e-5
+
+
+def test_weights_of_linear_layers_lie_by_columns(fit, make_stream, make_task, monkeypatch):
+    """As vmap leaves their gradients: a step that reads one of the two across rows takes three times as long."""
+    strides = []
 
     def step(self, closure):
         loss = closure()
-        seen[:] = [(p.stride(), p.grad.stride()) for group in self.param_groups for p in group["params"]]
+        strides[:] = [(p.stride(), p.grad.stride()) for group in self.param_groups for p in group["params"]]
         return loss
 
     monkeypatch.setattr(torch.optim.SGD, "step", step)
-    task = make_task(lambda parameters: torch.optim.SGD(parameters, lr=0.1), MLP([6, 16, 8, 4]))
+    task = make_task(lambda params: torch.optim.SGD(params, lr=0.1), MLP([6, 16, 4]))
     fit(task, make_stream(clients=3), cohort_size=3, max_epochs=1)
-    assert len(seen) == 6 and all(parameter == gradient for parameter, gradient in seen)
+    assert strides == [(own, own) for own in ((96, 1, 16), (16, 1), (64, 1, 4), (4, 1))]
 
 
 def test_tied_weights_are_one_entry(fit, make_stream, make_task):
