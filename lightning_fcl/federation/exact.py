@@ -218,7 +218,7 @@ def _alike(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
     """The sum of some clients' values, shape (clients, ...), each times its weight, in about double precision."""
     if values.dim() == 3 and values.mT.is_contiguous() and not values.is_contiguous():
-        return weighted_sum(values.mT, weights).mT  # without a copy of all numbers
+        return weighted_sum(values.mT, weights).mT.contiguous()  # without a copy of all numbers
     if values.device.type == "mps":  # which has none
         values = values.cpu()
     factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
