@@ -35,6 +35,10 @@ class SCAFFOLD(Method):
     keeps its c_i. With momentum K is the `gradient_weight` of the steps; parameters that stay with the clients have no
     variates. The paper's global step size is that of ``server_optimizer``.
 
+    In later experiences a client begins anew: its c_i is 0, and of c it takes what has come since its first download in
+    the experience, which it keeps beside c_i. The paper has one task. Without this, c would hold on to the gradients of
+    clients without samples of the experience, which nobody takes back, and all others would drift by them.
+
     Raises:
         ValueError: If there is no federation of uniform ``client_weights``, or no SGD at one learning rate in a round.
 
@@ -64,23 +68,33 @@ class SCAFFOLD(Method):
         return {**remember(nothing, "c"), "clients": torch.tensor(float(len(need_stream(module.trainer).plan.clients)))}
 
     def on_download(self, client: Client) -> Memory:
-        return client.memory or {n: torch.zeros_like(c) for n, c in client.shared.items() if n != "clients"}
+        experience = client.part.experience
+        if client.memory and client.memory["experience"] == experience:
+            return client.memory
+        c = section(client.shared, "c")
+        nothing = {name: torch.zeros_like(value) for name, value in c.items()}
+        begun = c if experience else nothing
+        return {"experience": torch.tensor(experience), **remember(nothing, "c"), **remember(begun, "begun")}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        own, all_clients = section(client.memory, "c"), section(client.shared, "c")
-        terms = [((all_clients[n] - c) * step.params[n]).sum() for n, c in own.items() if n in step.params]
-        return summed(terms, step.params)
+        lacking = {name: value for name, value in self._lacking(client).items() if name in step.params}
+        return summed([(value * step.params[name]).sum() for name, value in lacking.items()], step.params)
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
         number = client.shared["clients"]
         return {name: (c - client.memory[name]) / number for name, c in self._variates(client, own).items()}
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return client.memory if client.missed else self._variates(client, own)
+        return client.memory if client.missed else {**client.memory, **self._variates(client, own)}
+
+    def _lacking(self, client: Client) -> State:
+        """What a client's gradients lack of all clients': c - c_i."""
+        own, begun = section(client.memory, "c"), section(client.memory, "begun")
+        return {name: value - begun[name] - own[name] for name, value in section(client.shared, "c").items()}
 
     def _variates(self, client: Client, own: State) -> Memory:
         """The client's variates after its training."""
         group = client.module.trainer.optimizers[0].param_groups[0]
         distance, start = group["lr"] * gradient_weight(group, client.steps), client.server
-        names = {key: key.removeprefix("c.") for key in client.memory}
-        return {k: client.memory[k] - client.shared[k] + (start[n] - own[n]) / distance for k, n in names.items()}
+        lacking = self._lacking(client).items()
+        return remember({name: (start[name] - own[name]) / distance - value for name, value in lacking}, "c")

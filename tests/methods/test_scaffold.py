@@ -1,6 +1,7 @@
 """SCAFFOLD: variates by the paper's formulas, and what they bring the server to."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -63,11 +64,12 @@ def test_one_full_batch_step_is_fedavg(fit, make_stream, make_task, assert_same)
 
 
 def by_hand(task, stream, drawn, every=1, momentum=0.0):
-    """Algorithm 1 of the paper, option II, in a loop."""
+    """Algorithm 1 of the paper, option II, in a loop, which begins anew every three rounds."""
     names = [name for name, _ in task.named_parameters()]
     everyone = stream.plan.clients
-    c, own = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
     for round in range(stream.plan.rounds):
+        if round % 3 == 0:
+            c, own = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
         ended, change = [], dict.fromkeys(names, 0.0)
         for client in drawn(round):
@@ -115,10 +117,24 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
             torch.testing.assert_close(mine.expand_as(expected), own[client][name] + 0 * expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_experience_begins_anew_also_where_clients_have_no_samples_of_it(
+    fit, make_stream, make_task, assert_same, size
+):
+    task, stream = make_task(), make_stream(partition="dirichlet", clients=6, **{**ROUNDS, "experiences": 4})
+    hand = copy.deepcopy(task)
+    trainer = fit(task, stream, [SCAFFOLD()], cohort_size=size, local_epochs=2, **UNIFORM)
+    trained = [[client for client, rows in each.items() if len(rows)] for each in stream.plan.train]
+    assert len({*itertools.chain(*trained)}) > min(map(len, trained))  # somebody has no samples of an experience
+    by_hand(hand, stream, lambda round: trained[round])
+    assert_same(task, hand, 1e-5)
+    assert float(torch.stack([c.norm() for c in trainer.strategy.server.kept_for("SCAFFOLD").values()]).max()) > 0
+
+
 @pytest.mark.parametrize("options", [{"participation": 2}, {"swarm": Swarm(missing={"1": [0, 2]})}])
 def test_undrawn_clients_keep_their_variates_and_all_average_to_the_servers(fit, make_stream, make_task, options):
     watch = Variates()
-    fit(make_task(), make_stream(clients=4, rounds_per_experience=3), [SCAFFOLD(), watch], **options, **UNIFORM)
+    fit(make_task(), make_stream(clients=4, **ROUNDS), [SCAFFOLD(), watch], **options, **UNIFORM)
     before = {client: {} for client in "0123"}
     for kept, own, trained in watch.rounds:
         for client in {*"0123"} - trained:
