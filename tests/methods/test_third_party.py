@@ -105,18 +105,18 @@ def test_it_is_short_and_needs_nothing_else(kind):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("theirs", "ours", "experiences"),
     [
-        (Prox(0.7), methods.FedProx(0.7)),
-        (Consolidation(4.0), methods.EWC(4.0, normalize=False)),
-        (Scaffold(), methods.SCAFFOLD()),
+        (Prox(0.7), methods.FedProx(0.7), 2),
+        (Consolidation(4.0), methods.EWC(4.0, normalize=False), 2),
+        (Scaffold(), methods.SCAFFOLD(), 1),  # the library's begins anew with each
     ],
 )
-def test_it_is_what_the_library_has(fit, make_stream, make_task, assert_same, theirs, ours, size):
+def test_it_is_what_the_library_has(fit, make_stream, make_task, assert_same, theirs, ours, experiences, size):
     tasks = [make_task() for _ in range(3)]
     for task, callbacks in zip(tasks, ([theirs], [ours], []), strict=True):
         options = {"local_epochs": 2, "cohort_size": size, "seed": 0, "client_weights": "uniform"}
-        fit(task, make_stream(rounds_per_experience=2), callbacks, **options)
+        fit(task, make_stream(experiences=experiences, rounds_per_experience=2), callbacks, **options)
     assert_same(tasks[0], tasks[1], 1e-5)
     with pytest.raises(AssertionError):
         assert_same(tasks[0], tasks[2], 1e-3)
