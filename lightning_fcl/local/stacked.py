@@ -89,10 +89,7 @@ class StackedClients:
             optimizer.state.clear()
             set_group_values(optimizer, group_values(self._template))  # a rate may change
             return params, optimizer
-        params = {
-            name: nn.Parameter(value.mT.clone().mT if name in self._by_columns else value.clone())
-            for name, value in values.items()
-        }
+        params = {name: nn.Parameter(value.clone()) for name, value in values.items()}  # which lie as the values do
         twins = {id(p): params[name] for name, p in self._module.named_parameters() if name in params}
         self._made[clients] = params, with_parameters(self._template, twins)
         return self._made[clients]
@@ -205,7 +202,11 @@ class StackedClients:
 
     def in_order(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients of `params`, in the optimizer's order, which need not be the module's."""
-        of = {id(p): _laid_out_as(p, gradient) for p, gradient in zip(self.params.values(), gradients, strict=True)}
+        # Each lies in memory as its parameter does: torch's fused optimizers take it for granted.
+        of = {
+            id(p): g if g is None or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+            for p, g in zip(self.params.values(), gradients, strict=True)
+        }
         assert self.optimizer is not None  # clients have begun
         return [of[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
 
@@ -283,13 +284,6 @@ def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:
     if all(row is rows[0] for row in rows):
         return {name: value.expand(len(rows), *value.shape) for name, value in rows[0].items()}
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def _laid_out_as(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """A gradient that lies in memory as its parameter does: torch's fused optimizers take it for granted."""
-    if gradient is None or gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)
 
 
 def by_columns(matrices: Tensor) -> Tensor:
