@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, at_least, between
@@ -24,6 +27,7 @@ from lightning_fcl.methods.step import Step
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 _CHUNK = 256  # samples whose gradients are taken at once, at most
+_DECIDING = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
 _SCALE = "scale"  # the entry of a memory that the importance is multiplied by
 _NUMBERS = 2**26  # numbers that their gradients may hold together: 256 MB
 
@@ -46,6 +50,66 @@ def scale_of(importance: Mapping[str, Tensor]) -> Tensor:
 def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
     """The sum of scalars, 0 where there are none, on the device of ``params``."""
     return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
+
+
+class Outer(NamedTuple):
+    """Gradients of samples that are outer products: that of sample n is ``left[n] right[n]^T``."""
+
+    left: Tensor
+    right: Tensor
+
+
+def over_samples(measure: Callable[[Tensor], Tensor], gradients: Tensor | Outer) -> Tensor:
+    """The sum over samples of a measure of each number, one with ``measure(a b) = measure(a) measure(b)``."""
+    if isinstance(gradients, Outer):
+        return measure(gradients.left).T @ measure(gradients.right)
+    return measure(gradients).sum(dim=0)
+
+
+def squared_norms(gradients: Tensor | Outer) -> Tensor:
+    """The squared norm of each sample's gradient, shape (samples,)."""
+    if isinstance(gradients, Outer):
+        return gradients.left.square().sum(dim=1) * gradients.right.square().sum(dim=1)
+    return gradients.flatten(1).square().sum(dim=1)
+
+
+class _LinearLayers(TorchFunctionMode):
+    """Notes where parameters are used, and whether that is in linear layers alone, on a row for each sample.
+
+    What samples go through between them must not depend on each other, which is so in evaluation mode.
+    """
+
+    def __init__(self, params: State, samples: int) -> None:
+        super().__init__()
+        self.names = {id(value): name for name, value in params.items()}
+        self.samples, self.alone = samples, True
+        self.calls: list[tuple[list[str], Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if names := [self.names[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self.names]:
+            called = func is F.linear and len(args) > 1 and id(args[0]) not in self.names
+            self.alone = self.alone and called and args[0].shape[:-1] == (self.samples,) and output.requires_grad
+            self.calls.append((names, args[0], output))
+        self.alone = self.alone and func not in _DECIDING  # of a batch, where it should be of a sample
+        return output
+
+
+def outer_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> dict[str, Tensor | Outer] | None:
+    """`sample_gradients` in one pass, where each parameter is a linear layer's that sees a row a sample; else None."""
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    with torch.enable_grad():
+        with _LinearLayers(leaves, len(x)) as layers:
+            total = objective(leaves, x, y)
+        used = [name for names, _, _ in layers.calls for name in names]
+        if not (layers.alone and total.requires_grad and len(used) == len({*used})):
+            return None
+        outputs = [output for _, _, output in layers.calls]
+        errors = torch.autograd.grad(total, outputs, allow_unused=True, materialize_grads=True)
+    found: dict[str, Tensor | Outer] = {}
+    for (names, rows, _), error in zip(layers.calls, errors, strict=True):
+        found |= {name: Outer(error, rows.detach()) if params[name].ndim == 2 else error for name in names}
+    return {n: found[n] if n in found else value.new_zeros(len(x), *value.shape) for n, value in params.items()}
 
 
 def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
@@ -93,10 +157,10 @@ def gradients_of_samples(
     x: Tensor,
     y: Tensor,
     names: Iterable[str],
-) -> Iterator[State]:
-    """The gradients of samples' own ``objective(output, y)``, by parameter, as many samples at once as memory holds.
+) -> Iterator[Mapping[str, Tensor | Outer]]:
+    """The gradients of samples' own ``objective(output, y)``, a sum over samples, by parameter, some samples at once.
 
-    The module is in evaluation mode, with the state; each gradient has the shape (samples, ...).
+    The module is in evaluation mode, with the state; gradients have the shape (samples, ...), or are outer products.
     """
     trainable = {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
@@ -115,7 +179,9 @@ def gradients_of_samples(
     chunk = max(1, min(_CHUNK, _NUMBERS // sum(value.numel() for value in params.values())))
     with evaluating(module), isolate_rng():
         for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(x.device), chunk), strict=True):
-            yield sample_gradients(of_output, params, inputs, targets)
+            yield outer_gradients(of_output, params, inputs, targets) or sample_gradients(
+                of_output, params, inputs, targets
+            )
 
 
 def mean_over_samples(
@@ -127,12 +193,12 @@ def mean_over_samples(
     y: Tensor,
     names: Iterable[str] | None = None,
 ) -> State:
-    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``, by parameter."""
+    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``: see `over_samples`."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
     total = {name: torch.zeros_like(value) for name, value in state.items() if name in trainable}
     for gradients in gradients_of_samples(module, objective, state, x, y, trainable):
         for name, value in gradients.items():
-            total[name] += measure(value).sum(dim=0)
+            total[name] += over_samples(measure, value)
     return {name: value / len(x) for name, value in total.items()}
 
 

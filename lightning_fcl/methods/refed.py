@@ -18,7 +18,7 @@ from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import states_loss
-from lightning_fcl.methods.importance import gradients_of_samples
+from lightning_fcl.methods.importance import gradients_of_samples, over_samples, squared_norms
 from lightning_fcl.methods.method import Method
 
 
@@ -118,9 +118,8 @@ def sample_importance(
     for iteration in range(1, iterations + 1):
         squares, total = [], {name: torch.zeros_like(value) for name, value in v.items()}
         for gradients in gradients_of_samples(module, lambda output, y: loss(output, y).sum(), {**w, **v}, x, y, names):
-            norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients.values()])
-            squares.append(norms.square().sum(dim=0))
-            total = {name: total[name] + gradients[name].sum(dim=0) for name in names}
+            squares.append(torch.stack([squared_norms(of) for of in gradients.values()]).sum(dim=0))
+            total = {name: total[name] + over_samples(lambda value: value, gradients[name]) for name in names}
         importance = importance + torch.cat(squares) / iteration
         v = {n: p - learning_rate * (total[n] / len(y) + strength * (p - w[n])) for n, p in v.items()}
     return importance, v

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -29,7 +30,7 @@ from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.local.local_steps import LocalSteps
-from lightning_fcl.local.precision import StackedPrecision
+from lightning_fcl.local.precision import StackedPrecision, flush_denormals
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
@@ -143,6 +144,7 @@ class FederatedStrategy(RanksStrategy):
         self._hooks = FitHooks(self)
         self._schedules: list[LRSchedulerConfig] = []  # by step and by round
         self._fits: list[Optimizer] = []  # those of the fit which has begun
+        self._flushes = False  # whether numbers near 0 are 0 until the fit ends
         warnings.filterwarnings("ignore", "`max_epochs` was not set")  # it says 1000: a fit lasts as long as its stream
 
     @property
@@ -190,6 +192,7 @@ class FederatedStrategy(RanksStrategy):
         super().setup(trainer)
         self._hooks.began, self._fits = False, []
         if trainer.state.fn == "fit":
+            self._flushes = flush_denormals()
             check_trainer(trainer)
             check_module(trainer.lightning_module)
             schedules = [settings_of(config.scheduler) for config in self.lr_scheduler_configs]
@@ -243,6 +246,9 @@ class FederatedStrategy(RanksStrategy):
         if trainer.state.fn == "fit":
             self.local_steps = LocalSteps()
             self.limits.give_back()
+        if self._flushes:
+            torch.set_flush_denormal(False)
+            self._flushes = False
         if (stream := stream_of(trainer)) is not None:
             stream.count_batches = None
         super().teardown()

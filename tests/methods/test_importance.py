@@ -1,5 +1,6 @@
 """EWC and MAS: the importance against a slow loop over samples, and the drop-in against hand-written loops."""
 
+import contextlib
 import copy
 import re
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier
@@ -16,7 +18,16 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import load
 from lightning_fcl.methods import importance as module_under_test
 from lightning_fcl.methods.client import Client, section
-from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
+from lightning_fcl.methods.importance import (
+    Outer,
+    fisher_information,
+    outer_gradients,
+    output_sensitivity,
+    over_samples,
+    quadratic_penalty,
+    sample_gradients,
+    squared_norms,
+)
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models import MLP
 
@@ -37,6 +48,29 @@ class Branching(nn.Module):
         return self.left(x) if x.sum() > 0 else self.right(x)
 
 
+class Reuse(nn.Module):
+    """A layer whose weights are used twice: by itself, or by what comes after it."""
+
+    def __init__(self, twice):
+        super().__init__()
+        self.last, self.first, self.twice = nn.Linear(6, 4), nn.Linear(6, 6), twice
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.last(self.first(x) if self.twice else x @ self.first.weight)
+
+
+class Patches(nn.Module):
+    """A layer that sees two rows of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.layer = nn.Linear(4, 4), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.last(self.layer(x.reshape(-1, 3)).tanh().reshape(-1, 2, 4).sum(dim=1))
+
+
 class Noisy(nn.Linear):
     """A layer that draws random numbers, in evaluation too."""
 
@@ -50,6 +84,9 @@ MODELS = {
         nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 4)
     ),
     "control flow": Branching,
+    "a layer twice": lambda: Reuse(True),
+    "weights in a product": lambda: Reuse(False),
+    "two rows a sample": Patches,
 }
 
 
@@ -90,6 +127,32 @@ def test_importance_is_the_loop_over_samples(make_task, samples, monkeypatch, ki
     assert_close(found, by_loop(task, kind, x, y))
     assert all((value >= 0).all() and value.any() for value in found.values())
     assert len(found) == len(list(task.parameters())) - 1
+
+
+@pytest.mark.parametrize("model", [*MODELS, "one layer", "no gradient"])
+def test_gradients_of_linear_layers_are_outer_products(make_task, samples, model):
+    task, (x, y) = (
+        make_task(model=nn.Linear(6, 4) if model == "one layer" else MODELS.get(model, lambda: None)()),
+        samples(),
+    )
+    params = {name: p.detach() for name, p in task.named_parameters()}
+    nothing = torch.no_grad() if model == "no gradient" else contextlib.nullcontext()
+
+    def objective(params, x, y):
+        with nothing:
+            return (functional_call(task.eval(), params, (x,)) ** 3).sum()
+
+    found = outer_gradients(objective, params, x, y)
+    assert (found is not None) == (model in ("plain", "one layer"))
+    for name, value in sample_gradients(objective, params, x, y).items() if found else ():
+        outer = isinstance(found[name], Outer)
+        assert outer == (params[name].ndim == 2)
+        stacked = torch.einsum("no,ni->noi", *found[name]) if outer else found[name]
+        torch.testing.assert_close(stacked, value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(over_samples(torch.abs, found[name]), value.abs().sum(dim=0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            squared_norms(found[name]), value.flatten(1).square().sum(dim=1), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("model", [*MODELS, "random"])

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import re
 from collections import OrderedDict
@@ -693,3 +694,25 @@ def test_batch_normalisation_and_a_last_batch_of_one_sample(fit, make_task, asse
     assert (trainer.strategy.clients_at_once > 1) == (cohort_size == "auto")
     assert_same(trained, alone, 1e-6)
     assert not trainer.strategy.server.record.dropped
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_numbers_near_zero_are_zero_in_a_fit_alone(fit, make_stream, make_task, fails):
+    within = []
+
+    def vanish():
+        return float(torch.tensor(torch.finfo(torch.float32).tiny) / 2) == 0
+
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            within.append(vanish())
+            if fails:
+                raise KeyError("enough")
+
+    able = torch.set_flush_denormal(True)  # x86 and Arm are
+    for before in (able, False):
+        torch.set_flush_denormal(before)
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            fit(make_task(), make_stream(), [Notes()], max_epochs=1)
+        assert vanish() == before
+    assert set(within) == {able}
