@@ -48,10 +48,11 @@ class StackedPrecision(Precision):
 
 
 def flush_denormals() -> bool:
-    """Take numbers below the normal range as 0 in this thread, if the processor can; whether it did not before.
+    """Take numbers below the normal range as 0, if PyTorch has one thread; whether it did not do so before.
 
     Gradients of unlikely classes are such numbers, with which a CPU multiplies many times as slowly. Undone by
-    ``torch.set_flush_denormal(False)``. Threads of PyTorch's that are there already stay as they are.
+    ``torch.set_flush_denormal(False)``. Of several threads those that are there already would stay as they are, so that
+    results would depend on when these began.
     """
     smallest = torch.tensor(torch.finfo(torch.float32).tiny, device="cpu")
-    return bool(smallest / 2 != 0) and torch.set_flush_denormal(True)
+    return torch.get_num_threads() == 1 and bool(smallest / 2 != 0) and torch.set_flush_denormal(True)

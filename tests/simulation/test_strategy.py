@@ -696,9 +696,10 @@ def test_batch_normalisation_and_a_last_batch_of_one_sample(fit, make_task, asse
     assert not trainer.strategy.server.record.dropped
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("fails", [False, True])
-def test_numbers_near_zero_are_zero_in_a_fit_alone(fit, make_stream, make_task, fails):
-    within = []
+def test_numbers_near_zero_are_zero_in_a_fit_alone(fit, make_stream, make_task, fails, threads):
+    within, usual = [], torch.get_num_threads()
 
     def vanish():
         return float(torch.tensor(torch.finfo(torch.float32).tiny) / 2) == 0
@@ -710,9 +711,14 @@ def test_numbers_near_zero_are_zero_in_a_fit_alone(fit, make_stream, make_task, 
                 raise KeyError("enough")
 
     able = torch.set_flush_denormal(True)  # x86 and Arm are
-    for before in (able, False):
-        torch.set_flush_denormal(before)
-        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
-            fit(make_task(), make_stream(), [Notes()], max_epochs=1)
-        assert vanish() == before
-    assert set(within) == {able}
+    torch.set_num_threads(threads)
+    try:
+        for before in (able, False):
+            torch.set_flush_denormal(before)
+            with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+                fit(make_task(), make_stream(), [Notes()], max_epochs=1)
+            assert vanish() == before
+    finally:
+        torch.set_num_threads(usual)
+        torch.set_flush_denormal(False)
+    assert within[0] == able and within[-1] == (able and threads == 1)
