@@ -86,6 +86,9 @@ class WithBackbone(nn.Module):
 def images_of(samples: Samples, num_workers: int = 0, rows: IntArray | None = None) -> Iterator[Tensor]:
     """Images as they are stored, by batches; what a data set draws for them is the same each time."""
     rows = np.arange(len(samples)) if rows is None else rows
+    if isinstance(samples.x, Tensor) and samples.classes:  # there is nothing to draw
+        yield from (samples.x[part] for part in torch.split(torch.from_numpy(rows), _BATCH))
+        return
     parts = np.split(rows, range(_BATCH, len(rows), _BATCH))
     requests = (Request(part, 0, ("features", number)) for number, part in enumerate(parts))
     for batch in read(samples.stored, requests, Loading(_BATCH, num_workers=num_workers if samples.draws else 0)):

@@ -57,12 +57,14 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
         files, wnids = [path for path, _ in rows], [wnid for _, wnid in rows]
         images = (read_image(path, "JPEG", "RGB") for path in files)
     pixels = resize_all_once(files, images, wnids, size)
-    ids, y = np.unique(wnids, return_inverse=True)
+    ids = sorted({*wnids})
+    number = {wnid: i for i, wnid in enumerate(ids)}
+    y = np.array([number[wnid] for wnid in wnids])
     timm = importlib.util.find_spec("timm")  # has a list of ImageNet's names; to import it would take seconds
     words = {}
     if timm and timm.origin:
         words = read_words(Path(timm.origin).parent / "data" / "_info" / "imagenet_synset_to_lemma.txt")
-    return photographs(pixels, y, first_names(ids.tolist(), words), normalize, test)
+    return photographs(pixels, y, first_names(ids, words), normalize, test)
 
 
 def _from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArray[np.uint8]]]:
