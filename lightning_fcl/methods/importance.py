@@ -73,36 +73,45 @@ def squared_norms(gradients: Tensor | Outer) -> Tensor:
     return gradients.flatten(1).square().sum(dim=1)
 
 
+class _OtherUseError(Exception):
+    """A parameter is used otherwise than in a linear layer that sees a row for each sample, or more than once."""
+
+
 class _LinearLayers(TorchFunctionMode):
-    """Notes where parameters are used, and whether that is in linear layers alone, on a row for each sample.
+    """Notes what linear layers see and give, and ends with `_OtherUseError` where a parameter is used otherwise.
 
     What samples go through between them must not depend on each other, which is so in evaluation mode.
     """
 
     def __init__(self, params: State, samples: int) -> None:
         super().__init__()
-        self.names = {id(value): name for name, value in params.items()}
-        self.samples, self.alone = samples, True
+        self.unused = {id(value): name for name, value in params.items()}
+        self.params, self.samples = {*self.unused}, samples
         self.calls: list[tuple[list[str], Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DECIDING:  # of a batch, where it should be of a sample
+            raise _OtherUseError
         output = func(*args, **(kwargs or {}))
-        if names := [self.names[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self.names]:
-            called = func is F.linear and len(args) > 1 and id(args[0]) not in self.names
-            self.alone = self.alone and called and args[0].shape[:-1] == (self.samples,) and output.requires_grad
-            self.calls.append((names, args[0], output))
-        self.alone = self.alone and func not in _DECIDING  # of a batch, where it should be of a sample
+        if used := [id(one) for one in tree_leaves((args, kwargs)) if id(one) in self.params]:
+            row_each = func is F.linear and len(args) > 1 and args[0].shape[:-1] == (self.samples,)
+            if not (row_each and id(args[0]) not in used and self.unused.keys() >= {*used} and output.requires_grad):
+                raise _OtherUseError
+            self.calls.append(([self.unused.pop(one) for one in used], args[0], output))
         return output
 
 
 def outer_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> dict[str, Tensor | Outer] | None:
     """`sample_gradients` in one pass, where each parameter is a linear layer's that sees a row a sample; else None."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    layers = _LinearLayers(leaves, len(x))
     with torch.enable_grad():
-        with _LinearLayers(leaves, len(x)) as layers:
-            total = objective(leaves, x, y)
-        used = [name for names, _, _ in layers.calls for name in names]
-        if not (layers.alone and total.requires_grad and len(used) == len({*used})):
+        try:
+            with layers:
+                total = objective(leaves, x, y)
+        except _OtherUseError:
+            return None
+        if not total.requires_grad:
             return None
         outputs = [output for _, _, output in layers.calls]
         errors = torch.autograd.grad(total, outputs, allow_unused=True, materialize_grads=True)

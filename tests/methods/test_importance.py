@@ -71,6 +71,13 @@ class Patches(nn.Module):
         return self.last(self.layer(x.reshape(-1, 3)).tanh().reshape(-1, 2, 4).sum(dim=1))
 
 
+class Named(nn.Linear):
+    """A layer that calls by names."""
+
+    def forward(self, x):
+        return F.linear(input=x, weight=self.weight, bias=self.bias)
+
+
 class Noisy(nn.Linear):
     """A layer that draws random numbers, in evaluation too."""
 
@@ -87,6 +94,7 @@ MODELS = {
     "a layer twice": lambda: Reuse(True),
     "weights in a product": lambda: Reuse(False),
     "two rows a sample": Patches,
+    "by names": lambda: nn.Sequential(nn.Linear(6, 5), Named(5, 4)),
 }
 
 
