@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from lightning_fcl.data.batches import Loading, Request, read
 from lightning_fcl.data.samples import Samples
-from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.evaluation.files import cache_folder, locked, replacing, writing
 from lightning_fcl.models.backbone import frozen_backbone
 
@@ -83,15 +82,12 @@ class WithBackbone(nn.Module):
         return outputs
 
 
-def images_of(samples: Samples, num_workers: int = 0, rows: IntArray | None = None) -> Iterator[Tensor]:
+def images_of(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
     """Images as they are stored, by batches; what a data set draws for them is the same each time."""
-    rows = np.arange(len(samples)) if rows is None else rows
-    if isinstance(samples.x, Tensor) and samples.classes:  # there is nothing to draw
-        yield from (samples.x[part] for part in torch.split(torch.from_numpy(rows), _BATCH))
-        return
-    parts = np.split(rows, range(_BATCH, len(rows), _BATCH))
+    parts = np.split(np.arange(len(samples)), range(_BATCH, len(samples), _BATCH))
     requests = (Request(part, 0, ("features", number)) for number, part in enumerate(parts))
-    for batch in read(samples.stored, requests, Loading(_BATCH, num_workers=num_workers if samples.draws else 0)):
+    reading = read(samples.stored, requests, Loading(_BATCH, num_workers=num_workers))
+    for batch in reading if samples.draws else map(samples.stored, parts):
         if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
             raise ValueError(
                 "Expected data of images and their classes for `features` but got items of other kinds. Let the data "
