@@ -24,7 +24,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.recorded import Line, Measured, Recorder
-from lightning_fcl.local.sequential import explained
+from lightning_fcl.local.sequential import explain
 from lightning_fcl.local.stacked import StackedTrainer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.random_layers import KeyedRandomness
@@ -113,15 +113,16 @@ class StepTrainer(StackedTrainer):
             known = apply_to_collection(known, Tensor, lambda value: value[rows]) if known else known
         self._gives = True
         together = vmap(partial(self._client, batch_idx), randomness=self._randomness)
-        with explained(self._client_rounds, int(rows[0])):
-            try:
-                losses, values = together(params, rest, keys, known, batch)
-            except Exception as error:
-                error.add_note(
-                    "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
-                    "then, set `cohort_size=1`."
-                )
-                raise
+        try:
+            losses, values = together(params, rest, keys, known, batch)
+        except Exception as error:
+            error.add_note(
+                "Clients trained side by side in this step. If it looks at values, or keeps or draws some, now and "
+                "then, set `cohort_size=1`."
+            )
+            if isinstance(error, ValueError):
+                explain(error, self._client_rounds[int(rows[0])])
+            raise
         if not whole:  # what the step has written in place
             stacked = {**clients.params, **clients.rest}
             for name, value in (*params.items(), *rest.items()):

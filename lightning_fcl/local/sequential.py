@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ class SequentialTrainer:
         optimizers: Sequence[Memory],
     ) -> None:
         state = states[0]
-        self._client_rounds, self._steps, self._losses = clients, 0, []
+        self._client_rounds, self._steps, self._losses, self._draws = clients, 0, [], True
         self._received = set(state)
         load_entries(self._module, state)
         self._begun = copy.deepcopy([*map(group_values, self._optimizers)]) if self._keep_optimizer else []
@@ -90,12 +90,17 @@ class SequentialTrainer:
             driver_of(self._module.trainer).begin(self._clients, recalled)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        if self._steps < 2:
-            self._draws = self._steps == 0 or self._random.met
-        self._random = KeyedRandomness(partial(self._key, self._steps))
+        if self._steps == 1:
+            self._draws = self._random.met
+        if self._draws:
+            self._random = KeyedRandomness(partial(self._key, self._steps))
         self._steps += 1
-        with self.drawing(), explained(self._client_rounds):
-            loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
+        try:
+            with self.drawing():
+                loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
+        except ValueError as error:
+            explain(error, self._client_rounds[0])
+            raise
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach())
         return loss
@@ -137,15 +142,9 @@ class SequentialTrainer:
         return {f"{number}.{name}": value for number, memory in enumerate(own) for name, value in memory.items()}
 
 
-@contextmanager
-def explained(parts: Sequence[ClientRound], row: int = 0) -> Iterator[None]:
+def explain(error: ValueError, part: ClientRound) -> None:
     """Say whose batch of one sample it is that batch normalisation cannot train on, and what to do."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        part = parts[row]
+    if "more than 1 value per channel" in str(error):
         raise ValueError(
             f"Expected batches of at least two samples for batch normalisation but client {part.client} has one "
             f"of a single sample in round {part.round}, of {part.samples} samples. Choose a `batch_size` that "

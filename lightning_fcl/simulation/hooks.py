@@ -113,7 +113,6 @@ class FitHooks(Callback):
     ) -> None:
         """Perhaps clients are done, or the round."""
         self.federation.round.resume()
-        self.strategy.use_optimizer()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the server's model."""

@@ -118,6 +118,7 @@ class Round:
         """After a batch: if it was the last of its cohort, go on with the upload, and after the last one aggregate."""
         if self.last_batch:
             next(self._steps, None)
+            self.federation.strategy.use_optimizer()
 
     def settle(self) -> None:
         """After the last hook of the last batch, or when it is cut short: the server's model is in the module."""

@@ -279,14 +279,15 @@ class FederatedStrategy(RanksStrategy):
 
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
         """One step of a client, whose number is that among its batches in the round; or one of a whole cohort."""
-        trainer, cohort = self.federation.trainer, there(self.federation.round.cohort, "a batch")
+        federation = self.federation
+        cohort, trainer = there(federation.round.cohort, "a batch"), federation.module.trainer
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
-        loop = self.federation.module.trainer.fit_loop
-        self.federation.module.trainer.accumulate_grad_batches = 1
+        trainer.accumulate_grad_batches = 1
+        loop = trainer.fit_loop
         whole, loop.max_batches = loop.max_batches, len(cohort)  # `trainer.num_training_batches`
         by_round, self.lr_scheduler_configs = self.lr_scheduler_configs, self._schedules  # `self.lr_schedulers()`
         try:
-            return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
+            return federation.trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
         finally:
             loop.max_batches, self.lr_scheduler_configs = whole, by_round
 
