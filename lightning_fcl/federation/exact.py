@@ -184,7 +184,8 @@ class ExactSums:
         for name, value in values.items():
             if name not in self._sums:
                 self._sums[name] = ExactSum(value[0], name)
-            self._sums[name].add(value, weights)
+            if value.stride(0) or value[0].any():  # else nothing of several clients, which is one in memory
+                self._sums[name].add(value, weights)
 
     def combine(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
@@ -23,6 +22,7 @@ from lightning_fcl.federation.protocol import ListensToClients, LooksAtClients
 from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
+from lightning_fcl.local.stacked import stack
 from lightning_fcl.methods.declaration import Declaration, Uploads, client_of, remembers
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
@@ -211,20 +211,20 @@ class Round:
     def _contributions(self, cohort: Cohort, trained: Trained) -> State:
         """What the clients send to what the server keeps for methods, every entry of shape (clients, ...)."""
         federation = self.federation
-        sent: dict[str, list[Tensor]] = {}
+        sent: State = {}
         for i, method in enumerate(federation.methods):
             kept = federation.server.kept_for(method.section)
-            neutral = {
-                n: federation.server.reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()
-            }
+            reductions = federation.server.reductions
+            nothing = {n: reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()}
+            rows = [nothing] * len(cohort.clients) if kept else []
             for row, part in enumerate(cohort.clients if kept else ()):
-                given = dict(neutral)
-                if method.applies_to(part):
-                    client = cohort.ended(method, row, trained.memories[row][i])
-                    given |= method.contribute(client, trained.state(row), cohort.data(method, row))
-                for name, value in given.items():
-                    sent.setdefault(f"{method.section}.{name}", []).append(value.to(federation.module.device))
-        return {name: torch.stack(values) for name, values in sent.items()}
+                if not method.applies_to(part):
+                    continue
+                client = cohort.ended(method, row, trained.memories[row][i])
+                if given := method.contribute(client, trained.state(row), cohort.data(method, row)):
+                    rows[row] = {n: v.to(federation.module.device) for n, v in {**nothing, **given}.items()}
+            sent |= {f"{method.section}.{n}": value for n, value in stack(rows).items()} if rows else {}
+        return sent
 
     def _end_client(self, cohort: Cohort, trained: Trained, row: int, missed: bool) -> None:
         """Keep what stays with a client."""

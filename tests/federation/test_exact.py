@@ -221,6 +221,17 @@ def test_what_cannot_be_added_is_refused_by_name(wrong):
             aggregator.result({"head.w": torch.zeros(3, dtype=torch.float64)})
 
 
+@pytest.mark.parametrize("row", [torch.zeros(10), -torch.zeros(10), normal(1)[0], torch.arange(10)], ids=str)
+def test_rows_that_are_one_in_memory_are_added_as_others(row):
+    server, results = {"a": torch.zeros_like(row)}, []
+    for rows in (row.expand(5, 10), row.repeat(5, 1)):
+        accumulator = Sum().accumulator()
+        accumulator.add({"a": rows}, [1.0] * 5)
+        accumulator.add({"a": normal(2).to(row.dtype)}, [1.0] * 2)
+        results.append(accumulator.result(server)["a"])
+    assert torch.equal(*results) and bool(results[0].any())
+
+
 @pytest.mark.parametrize(
     "value",
     [
