@@ -80,10 +80,10 @@ class LocalTrainer(Protocol):
         """One step's loss.
 
         Args:
-            batch: The batch, stacked or not.
+            batch: The batch; where they are stacked, of the clients that still have one, which come first.
             batch_idx: Its number within these clients' local training; None where the module's step takes none.
-            weight: Share of each sample in its client's mean, shape (clients, batch), 0 for padding; None where batches
-                are not stacked.
+            weight: Share of each sample in its client's mean, shape (these clients, batch), 0 for padding; None where
+                batches are not stacked.
         """
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
@@ -197,8 +198,11 @@ class StackedClients:
         return one * scale, extra
 
     def saw(self, losses: Tensor) -> None:
-        """Note whether the losses of a step, shape (clients,), are finite."""
-        self.finite = self.finite.to(losses.device) & losses.detach().isfinite()
+        """Note whether the losses of a step are finite, shape (clients,) or of fewer, which come first."""
+        finite = losses.detach().isfinite()
+        if len(finite) < self.number:
+            finite = F.pad(finite, (0, self.number - len(finite)), value=True)
+        self.finite = self.finite.to(losses.device) & finite
 
     def in_order(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients of `params`, in the optimizer's order, which need not be the module's."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import State
@@ -25,8 +26,8 @@ from lightning_fcl.methods.random_layers import KeyedRandomness
 class VectorizedTrainer(StackedTrainer):
     """Trains several clients' copies of one module, stacked.
 
-    The clients' batches are padded where they are unequal, and those that are done stay as they are. It is the same
-    training as that of one client after the other, up to the rounding of batched products.
+    The clients' batches are padded where they are unequal, and nothing is computed for those that are done, which stay
+    as they are. It is the same training as that of one client after the other, up to the rounding of batched products.
 
     Args:
         module: The module, which states its loss apart.
@@ -50,7 +51,7 @@ class VectorizedTrainer(StackedTrainer):
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
         assert weight is not None  # batches are stacked
         x, y = batch
-        clients, keys = self._clients, self._clients.next_keys(x.device)
+        clients, keys = self._clients, _first(len(weight), self._clients.next_keys(x.device))
         self._known = None
         if clients.methods or not self._traceable:
             losses, task_losses = self.losses(x, y, weight, keys)
@@ -82,7 +83,7 @@ class VectorizedTrainer(StackedTrainer):
     ) -> list[Tensor | None]:
         """Every client's loss, once more as its task loss, and the gradients: a step without methods."""
         keys, x, y, weight = batch
-        state = dict(zip((*learning, *others), (*params, *rest), strict=True))
+        state = _first(len(weight), dict(zip((*learning, *others), (*params, *rest), strict=True)))
         losses = self._task_losses(self._outputs(state, keys, x, "different"), y, weight)
         gradients = torch.autograd.grad(losses.sum(), params, allow_unused=True)
         return [losses.detach(), losses.detach(), *gradients]
@@ -100,7 +101,7 @@ class VectorizedTrainer(StackedTrainer):
     def losses(
         self, x: Tensor, y: Tensor, weight: Tensor, keys: Tensor, randomness: str = "different"
     ) -> tuple[Tensor, Tensor]:
-        """Every client's loss on its own batch, and its task loss alone, both of shape (clients,).
+        """Each client's loss on its own batch, and its task loss alone, both of shape (clients,).
 
         Args:
             x: Inputs, shape (clients, batch, ...).
@@ -110,12 +111,14 @@ class VectorizedTrainer(StackedTrainer):
             randomness: What other random layers do: see `torch.func.vmap`.
         """
         clients = self._clients
+        params, rest = _first(len(weight), dict(clients.params)), _first(len(weight), clients.rest)
         if not clients.methods:
-            task = self._task_losses(self._outputs({**clients.params, **clients.rest}, keys, x, randomness), y, weight)
+            task = self._task_losses(self._outputs({**params, **rest}, keys, x, randomness), y, weight)
             return task, task
+        known = _first(len(weight), clients.known(weight.device))
         with sdpa_kernel(SDPBackend.MATH):
             outputs, scale, extra = vmap(self._client_output, randomness=randomness)(
-                dict(clients.params), clients.rest, clients.known(weight.device), keys, x, y, weight
+                params, rest, known, keys, x, y, weight
             )
         task = self._task_losses(outputs, y, weight)
         return scale * task + extra, task
@@ -141,6 +144,11 @@ class VectorizedTrainer(StackedTrainer):
             output: Tensor = functional_call(self._module, {**params, **rest}, (x,))
             scale, extra = self._clients.composed(params, rest, known, x, output, y, weight)
         return output, scale, extra
+
+
+def _first(clients: int, values: Any) -> Any:
+    """Of the first so many clients what is stacked in any nest of lists and dicts."""
+    return tree_map(lambda value: value if len(value) == clients else value[:clients], values)
 
 
 def _vectorizable(module: nn.Module) -> Vectorizable:

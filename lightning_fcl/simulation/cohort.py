@@ -61,7 +61,7 @@ class Cohort:
         self.clients = clients
         self.received: Sequence[State] = ()  # what each has received at the start of the round
         self.step = 0  # of the batch at hand
-        self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (clients, batch)
+        self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (active, batch)
         self._rows = [self._stream.plan.train[clients.round][client] for client in clients.clients]
         self._rehearsed, self._epochs, self._per_epoch = rehearsed, epochs, per_epoch
         self._index, self._lengths = index, lengths
@@ -132,7 +132,7 @@ class Cohort:
         shares = torch.from_numpy(self._shares()) if self._stacked and not self._alike else None
         taken = self._taken(extra) if read is None else self._arriving(read, extra)
         for self.step, batch in enumerate(taken):
-            self.weight = None if shares is None else shares[:, self.step, : self._widths[self.step]]
+            self.weight = None if shares is None else shares[: self.active, self.step, : self._widths[self.step]]
             yield batch
 
     def _taken(self, extra: Sequence[Any]) -> Iterator[Any]:
@@ -152,7 +152,7 @@ class Cohort:
                 groups = [(np.flatnonzero(lengths == length), length) for length in np.unique(lengths[lengths > 0])]
                 yield [Alike(torch.from_numpy(own), take(places[own, step, :length])) for own, length in groups]
             else:
-                yield take(places[slice(None) if self._stacked else 0, step, : self._widths[step]])
+                yield take(places[slice(self._active[step]) if self._stacked else 0, step, : self._widths[step]])
 
     def _arriving(self, read: Iterator[Any], extra: Sequence[Any]) -> Iterator[Any]:
         """Batches that are read one by one, perhaps by workers, some ahead."""
@@ -161,8 +161,7 @@ class Cohort:
             if self._alike or not self._stacked:
                 yield alike(each) if self._alike else each[0]
                 continue
-            idle = [[part[:0] for part in each[0]]] * (len(self._rows) - len(each))
-            yield [pad_sequence(list(column), batch_first=True) for column in zip(*each, *idle, strict=True)]
+            yield [pad_sequence(list(column), batch_first=True) for column in zip(*each, strict=True)]
 
     def _mixed(self, batch: Batch, extra: Any, row: int, step: int) -> Any:
         """A client's batch and the remembered samples that join it."""

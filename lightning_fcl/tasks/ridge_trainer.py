@@ -86,8 +86,8 @@ class RidgeTrainer:
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
         assert weight is not None  # batches are stacked
         (x, y), real = batch, weight > 0
-        added = self.module.add(self._a, self._b, x[real], y[real], real.sum(dim=1).tolist())
-        self._n = [before + new for before, new in zip(self._n, added, strict=True)]
+        for row, new in enumerate(self.module.add(self._a, self._b, x[real], y[real], real.sum(dim=1).tolist())):
+            self._n[row] += new
         self.module.count_step()
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
@@ -162,11 +162,9 @@ class ReservoirTrainer(RidgeTrainer):
             return
         owner = real.nonzero()[:, 0]
         rows = reservoir.plasticity(batch[0][real], rule.mu, rule.sigma, self._gain[owner], self._bias[owner])
-        active = real.any(dim=1)
-        counts = real.sum(dim=1, keepdim=True)[active]
-        dg, db = (torch.zeros_like(self._gain).index_add_(0, owner, row)[active] / counts for row in rows)
-        moved = rule.step(self._gain[active], self._bias[active], dg, db, reservoir.layers)
-        self._gain[active], self._bias[active] = moved
+        gain, bias = self._gain[: len(real)], self._bias[: len(real)]
+        dg, db = (torch.zeros_like(gain).index_add_(0, owner, row) / real.sum(dim=1, keepdim=True) for row in rows)
+        gain[:], bias[:] = rule.step(gain, bias, dg, db, reservoir.layers)
 
     def finish(self) -> Trained:
         if not self._task.adapting:

@@ -75,8 +75,8 @@ class NormalEquations:
     def training_step(self, batch: list[Tensor], batch_idx: int, weight: Tensor | None) -> None:
         x, y = with_one(batch[0]), batch[1].double()
         real = (weight > 0).double()
-        self.gram += torch.einsum("cbi,cbj,cb->cij", x, x, real)
-        self.moment += torch.einsum("cbi,cb,cb->ci", x, y, real)
+        self.gram[: len(x)] += torch.einsum("cbi,cbj,cb->cij", x, x, real)
+        self.moment[: len(x)] += torch.einsum("cbi,cb,cb->ci", x, y, real)
         self.module.optimizers().step()
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
