@@ -36,6 +36,7 @@ from lightning_fcl.callbacks import (
 )
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.trial import why_not_vectorized
+from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.models import MLP
 from lightning_fcl.simulation.choose import automatic_size
 
@@ -130,6 +131,25 @@ def test_cohort_is_one_by_one_with_every_optimizer(fit, make_stream, make_task, 
 def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, size):
     (one, _), (many, _) = both(fit, make_stream, make_task, "FLwF-2T", sizes=(1, size))
     assert difference(one, many) < 1e-5
+
+
+def test_nothing_is_computed_for_clients_that_are_done(fit, make_stream, make_task, monkeypatch):
+    seen = []
+
+    def losses(self, x, y, weight, keys, randomness="different"):
+        found = given(self, x, y, weight, keys, randomness)
+        seen.append((len(x), len(weight), *map(len, found), bool((weight[:, 0] > 0).all())))
+        return found
+
+    given = VectorizedTrainer.losses
+    monkeypatch.setattr(VectorizedTrainer, "losses", losses)
+    stream = make_stream(partition="dirichlet", clients=7, experiences=1)
+    fit(make_task(), stream, [FedProx(0.1)], cohort_size=7, max_epochs=1)
+    (rows,) = stream.plan.train
+    steps = sorted((-(-len(own) // stream.batch_size) for own in rows.values()), reverse=True)
+    assert len({*steps}) > 1
+    expected = [sum(number > step for number in steps) for step in range(steps[0])]
+    assert seen[-len(expected) :] == [(active,) * 4 + (True,) for active in expected]  # the first are of a trial
 
 
 @pytest.mark.seconds
