@@ -101,7 +101,7 @@ class VectorizedTrainer(StackedTrainer):
     def losses(
         self, x: Tensor, y: Tensor, weight: Tensor, keys: Tensor, randomness: str = "different"
     ) -> tuple[Tensor, Tensor]:
-        """Each client's loss on its own batch, and its task loss alone, both of shape (clients,).
+        """Each client's loss on its own batch, and its task loss alone, of those that have one, shape (clients,).
 
         Args:
             x: Inputs, shape (clients, batch, ...).
