@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
@@ -71,7 +70,7 @@ class StackedClients:
         received = stack(states)
         self._received = {n: by_columns(v) if n in self._by_columns else v for n, v in received.items()}
         self.params, self.optimizer = self._parameters(len(states))
-        self.finite = torch.tensor(True)
+        self.finite = torch.ones(self.number, dtype=torch.bool)
         own = set(entries(self._module))
         self.rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in self.params}
         self._buffers = {name for name, _ in self._module.named_buffers()}
@@ -199,10 +198,8 @@ class StackedClients:
 
     def saw(self, losses: Tensor) -> None:
         """Note whether the losses of a step are finite, shape (clients,) or of fewer, which come first."""
-        finite = losses.detach().isfinite()
-        if len(finite) < self.number:
-            finite = F.pad(finite, (0, self.number - len(finite)), value=True)
-        self.finite = self.finite.to(losses.device) & finite
+        self.finite = self.finite.to(losses.device)
+        self.finite[: len(losses)] &= losses.detach().isfinite()
 
     def in_order(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients of `params`, in the optimizer's order, which need not be the module's."""

@@ -213,17 +213,18 @@ class Round:
         federation = self.federation
         sent: State = {}
         for i, method in enumerate(federation.methods):
-            kept = federation.server.kept_for(method.section)
-            reductions = federation.server.reductions
+            kept, reductions = federation.server.kept_for(method.section), federation.server.reductions
+            if not kept:
+                continue
             nothing = {n: reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()}
-            rows = [nothing] * len(cohort.clients) if kept else []
-            for row, part in enumerate(cohort.clients if kept else ()):
+            rows = [nothing] * len(cohort.clients)
+            for row, part in enumerate(cohort.clients):
                 if not method.applies_to(part):
                     continue
                 client = cohort.ended(method, row, trained.memories[row][i])
                 if given := method.contribute(client, trained.state(row), cohort.data(method, row)):
                     rows[row] = {n: v.to(federation.module.device) for n, v in {**nothing, **given}.items()}
-            sent |= {f"{method.section}.{n}": value for n, value in stack(rows).items()} if rows else {}
+            sent |= {f"{method.section}.{n}": value for n, value in stack(rows).items()}
         return sent
 
     def _end_client(self, cohort: Cohort, trained: Trained, row: int, missed: bool) -> None:
