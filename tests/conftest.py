@@ -37,7 +37,8 @@ from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 collect_ignore = ["reliability"]  # a command of its own, `make test-campaign`
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start as well
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 warnings.filterwarnings("ignore", module="lightning")
 # The first backward pass starts a thread for each GPU, and after `torch.export` for eight that are only pretended; a
 # process with such threads cannot train in forks. So it comes before any test.

@@ -85,7 +85,7 @@ with open("mine.csv", "w", newline="") as file:
 PY
 cat >own.yaml <<'YAML'
 trainer:
-  strategy: {class_path: FederatedStrategy, init_args: {local_epochs: 40, cohort_size: 1}}
+  strategy: {class_path: FederatedStrategy, init_args: {local_epochs: 10, cohort_size: 1}}
   callbacks:
     - class_path: my_method.StayNear
       init_args: {mu: 0.0001}
