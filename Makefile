@@ -23,7 +23,7 @@ coverage: .venv/ready ## all tests but the slow ones, with the lines that none h
 	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term
 
 test-slow: .venv/ready ## the others, but for those of the next line
-	$(BIN)/python -m pytest -n 2 -m "(seconds or slow) and not processes"
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 4 -m "(seconds or slow) and not processes"
 
 test-processes: .venv/ready ## those that mostly wait for processes which they start: more of them at a time than there are cores
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(seconds or slow) and processes"
@@ -41,7 +41,7 @@ strangers: .venv-strangers/ready ## LightningModules of other libraries in a fed
 	$(ABOVE)/bin/python -m pytest -m strangers tests/strangers
 
 # What torch and MKL do on other CPUs, and with another number of threads: sums are taken in another order.
-CPUS = OMP_NUM_THREADS=2 "ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2" "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2"
+CPUS = "OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2" "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2"
 ON_CPUS ?= rounding and not slow
 
 test-cpus: .venv/ready ## the tests that compare numbers which CPUs round otherwise, as on other CPUs

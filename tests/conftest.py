@@ -47,6 +47,11 @@ torch.zeros((), requires_grad=True).backward()
 lightning.fabric.utilities.registry.entry_points = functools.cache(lightning.fabric.utilities.registry.entry_points)
 
 
+def pytest_collection_modifyitems(items):
+    """The longest come first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_collection_finish():
     """What is imported stays to the end: the garbage collector need not look at it again and again."""
     gc.collect()
