@@ -23,7 +23,7 @@ coverage: .venv/ready ## all tests but the slow ones, with the lines that none h
 	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term
 
 test-slow: .venv/ready ## the others, but for those of the next line
-	$(BIN)/python -m pytest -n 2 --maxschedchunk 4 -m "(seconds or slow) and not processes"
+	$(BIN)/python -m pytest -n 2 -m "(seconds or slow) and not processes"
 
 test-processes: .venv/ready ## those that mostly wait for processes which they start: more of them at a time than there are cores
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(seconds or slow) and processes"

@@ -37,19 +37,13 @@ from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 collect_ignore = ["reliability"]  # a command of its own, `make test-campaign`
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start as well
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 warnings.filterwarnings("ignore", module="lightning")
 # The first backward pass starts a thread for each GPU, and after `torch.export` for eight that are only pretended; a
 # process with such threads cannot train in forks. So it comes before any test.
 torch.zeros((), requires_grad=True).backward()
 # Every Trainer asks all installed packages for callbacks of theirs, for 30 ms; none is installed while tests run.
 lightning.fabric.utilities.registry.entry_points = functools.cache(lightning.fabric.utilities.registry.entry_points)
-
-
-def pytest_collection_modifyitems(items):
-    """The longest come first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish():

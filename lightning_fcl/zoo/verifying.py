@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fcl.data.features import BATCH
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import resolve_recipe
@@ -25,7 +26,6 @@ from lightning_fcl.zoo.registry import folder_of
 SHARE = 1e-3
 """The share of test samples that may be told otherwise than the card says: processors round otherwise."""
 
-_BATCH = 32  # what layers hand on of photographs stays in a cache: half the time that 512 take, for each
 _NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
 
 
@@ -88,7 +88,7 @@ def verify(name: str | Path) -> Verdict:
 def test_accuracy(model: Pretrained, stream: FederatedStream) -> float:
     """The share of a stream's test samples, or of their steps, whose class a network tells."""
     right = total = 0
-    for rows in torch.split(torch.from_numpy(stream.plan.test), _BATCH):
+    for rows in torch.split(torch.from_numpy(stream.plan.test), BATCH):
         x, y = stream.take(rows.numpy())
         predicted = model(x).argmax(dim=-1)
         labels: Tensor = y[:, None].expand_as(predicted) if predicted.dim() > 1 else y
