@@ -111,7 +111,7 @@ def train_client(
 
     def send(clients: ClientRounds, states: State) -> list[bool]:
         nonlocal trained
-        trained, (taken, _) = clients, server.check(clients, states)
+        trained, (taken, _) = clients, server.check(clients, states, {})
         if all(taken):
             up = {name: states[name] for name, reduction in server.reductions.items() if reduction.up}
             coded, _ = server.code(clients.clients, up)

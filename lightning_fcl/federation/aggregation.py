@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.errors import quoted
+from lightning_fcl.federation.exact import CohortSums, weighted_sum
 from lightning_fcl.federation.faults import check_still_finite
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
@@ -191,11 +192,24 @@ class Aggregator:
         self._numbers += numbers
         self.uploads += len(weights)
 
-    def add_cohort(self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int]) -> None:
-        """Take in uploads of clients that have trained side by side, whose means may be rounded together."""
+    def sum_cohort(self, uploads: Mapping[str, Tensor], weights: Sequence[float]) -> CohortSums:
+        """The weighted sums of clients that have trained side by side, of entries whose means they go into.
+
+        A sum that is finite has finite terms.
+        """
+        means = [n for names, accumulator in self._groups if isinstance(accumulator, WeightedMean) for n in names]
+        return {n: weighted_sum(uploads[n], weights) for n in means if uploads[n].is_floating_point()}
+
+    def add_cohort(
+        self, uploads: Mapping[str, Tensor], sums: CohortSums, weights: Sequence[float], numbers: Sequence[int]
+    ) -> None:
+        """Take in uploads of clients that have trained side by side, whose sums are known of what has such."""
         for names, accumulator in self._groups:
-            add = accumulator.add_cohort if isinstance(accumulator, WeightedMean) else accumulator.add
-            add(self._checked(uploads, names), weights)
+            values = self._checked(uploads, names)
+            if isinstance(accumulator, WeightedMean):
+                accumulator.add_cohort(values, sums, weights)
+            else:
+                accumulator.add(values, weights)
         self._numbers += numbers
         self.uploads += len(weights)
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Mark, Piece, Weights, common_mark, largest_of
+from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Mark, Piece, Weights, common_mark, doubles, largest_of
 from lightning_fcl.federation.ranks import Ranks
 
 _WAITING = 4_000_000
@@ -30,7 +30,10 @@ _WAITING = 4_000_000
 
 _COHORT_BITS = 46
 """What is kept of a cohort's sum of single precision, from an entry's largest number downwards. So one whole number for
-each holds the exact sum of cohorts, where their largest numbers are at most twice the first's and at least a 16th."""
+each holds the exact sum of cohorts, where their largest numbers are at most twice the first's and at least an 8th."""
+
+CohortSums = dict[str, tuple[Tensor, float]]
+"""By entry, what some clients come to together, and a unit of it: see `weighted_sum`."""
 
 
 class ExactSum:
@@ -68,6 +71,11 @@ class ExactSum:
         for piece, columns in zip(self._pieces, _split(rows, self._step, dim=1), strict=False):
             for part, factor in zip(_split(columns, together), factors, strict=True):
                 piece.add(part, weights, factor, self._entry)
+
+    def add_multiples(self, values: Tensor, unit: float) -> None:
+        """Add numbers of double precision which are multiples of a unit, up to 2^46 of it."""
+        for piece, part in zip(self._pieces, _split(values.to(self._device).view(-1), self._step), strict=False):
+            piece.add_multiples(part, unit, math.ldexp(unit, _COHORT_BITS))
 
     def total(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """The sum, in double precision, or from there in another type; integers are exact."""
@@ -180,12 +188,24 @@ class ExactSums:
         if len(self._waiting) * size > _WAITING:
             self._add_waiting()
 
+    def add_cohort(self, sums: CohortSums) -> None:
+        """Add what clients have come to together."""
+        for name, (value, unit) in sums.items():
+            if unit:
+                self._sum(name, value).add_multiples(value, unit)
+            else:
+                self._sum(name, value).add(value[None])
+
     def _add(self, values: Mapping[str, Tensor], weights: Weights) -> None:
         for name, value in values.items():
-            if name not in self._sums:
-                self._sums[name] = ExactSum(value[0], name)
+            exact = self._sum(name, value[0])
             if value.stride(0) or value[0].any():  # else nothing of several clients, which is one in memory
-                self._sums[name].add(value, weights)
+                exact.add(value, weights)
+
+    def _sum(self, name: str, like: Tensor) -> ExactSum:
+        if name not in self._sums:
+            self._sums[name] = ExactSum(like, name)
+        return self._sums[name]
 
     def combine(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""
@@ -216,20 +236,29 @@ def _alike(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(value.dtype == right[name].dtype for name, value in left.items())
 
 
-def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """The sum of some clients' values, shape (clients, ...), each times its weight, in about double precision."""
+def weighted_sum(values: Tensor, weights: Sequence[float]) -> tuple[Tensor, float]:
+    """The sum of some clients' values, shape (clients, ...), each times its weight, in about double precision.
+
+    With it comes a power of two of which its numbers are multiples, where the values are of single precision or less,
+    and some are not zero; else 0.
+    """
     if values.dim() == 3 and values.mT.is_contiguous() and not values.is_contiguous():
-        return weighted_sum(values.mT, weights).mT.contiguous()  # without a copy of all numbers
+        total, unit = weighted_sum(values.mT, weights)  # without a copy of all numbers
+        return total.mT.contiguous(), unit
     if values.device.type == "mps":  # which has none
         values = values.cpu()
     factors = torch.tensor(weights, dtype=torch.float64, device=values.device)
-    size = PIECE // 2 // len(values) if values.device.type == "cpu" else values.numel()
-    columns = _split(values.detach().unsqueeze(-1).flatten(1), max(1, size), dim=1)
-    total = torch.cat([factors @ part.double() for part in columns]).view(values.shape[1:])
-    if values.dtype in NARROW and total.numel():
-        offset = math.ldexp(1.5, 52 - _COHORT_BITS + math.frexp(largest_of(total))[1])
+    columns = values.detach().unsqueeze(-1).flatten(1)
+    total = torch.empty(columns.shape[1], dtype=torch.float64, device=values.device)
+    size = max(64, PIECE // len(values) // 64 * 64) if values.device.type == "cpu" else max(1, values[0].numel())
+    for part, place in zip(_split(columns, size, dim=1), _split(total, size), strict=True):
+        torch.mv(doubles(part).mT, factors, out=place)
+    unit = 0.0
+    if values.dtype in NARROW and total.numel() and (largest := largest_of(total)):
+        unit = math.ldexp(1.0, math.frexp(largest)[1] - _COHORT_BITS)
+        offset = unit * math.ldexp(1.5, 52)
         total.add_(offset).sub_(offset)
-    return total
+    return total.view(values.shape[1:]), unit
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.errors import quoted
+from lightning_fcl.federation.exact import CohortSums
 from lightning_fcl.federation.reductions import Reduction, State
 
 
 def find_faults(
-    states: Mapping[str, Tensor], start: State, reductions: Mapping[str, Reduction]
+    states: Mapping[str, Tensor], start: State, reductions: Mapping[str, Reduction], sums: CohortSums
 ) -> tuple[dict[int, list[str]], list[str]]:
     """The clients, by number, with entries that are not finite among those that they send or go on from.
 
@@ -23,6 +24,7 @@ def find_faults(
     Args:
         states: The clients' states, every entry of shape (clients, ...).
         start: What they began with.
+        sums: What some entries of all clients come to.
     """
     numbers = {
         name: value
@@ -31,8 +33,9 @@ def find_faults(
     }
     # A sum that is finite has finite terms; only where one is not must every number be looked at. Rows that are one in
     # memory are looked at once.
-    once = (value[0] if value.stride(0) == 0 else value for value in numbers.values())
-    if all(cmath.isfinite(value.sum().item()) for value in once):
+    once = {name: value[0] if value.stride(0) == 0 else value for name, value in numbers.items()}
+    once |= {name: value for name, (value, _) in sums.items()}
+    if all(cmath.isfinite(value.sum().item()) for value in once.values()):
         return {}, []
     begun = {n: torch.isfinite(start[n]) for n, v in numbers.items() if start[n].shape == v.shape[1:]}
     odd = [name for name, sound in begun.items() if reductions[name].up and not sound.all()]

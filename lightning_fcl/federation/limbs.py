@@ -65,6 +65,11 @@ class _Bench(threading.local):
 _bench = _Bench()
 
 
+def doubles(values: Tensor) -> Tensor:
+    """Values in double precision, for the moment: in a thread's own place, where there are no more than a piece has."""
+    return values.double() if values.numel() > PIECE else _bench.clear(values)[0].copy_(values)
+
+
 @dataclass
 class _Limb:
     """A sum of whole numbers of units of 2^exponent, and of offsets, one with each number."""
@@ -114,6 +119,11 @@ class Piece:
             numbers.mul_(weights.largest if column is None else column)
             largest *= weights.largest
         self._add(numbers, spare, times, largest, unit)
+
+    def add_multiples(self, values: Tensor, unit: float, largest: float) -> None:
+        """Add numbers of double precision up to ``largest``, shape (size,), which are multiples of ``unit``."""
+        numbers, spare, _ = _bench.clear(values)
+        self._add(numbers.copy_(values), spare, 1, largest, unit)
 
     def _add(self, numbers: Tensor, spare: Tensor, times: int, largest: float, unit: float) -> None:
         """Add numbers up to ``largest``, which are multiples of ``unit``, so many times; they are overwritten."""

@@ -38,7 +38,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_fcl.federation.exact import ExactSums, round_to, weighted_sum
+from lightning_fcl.federation.exact import CohortSums, ExactSums, round_to
 from lightning_fcl.federation.ranks import Ranks
 
 State = dict[str, Tensor]
@@ -179,20 +179,20 @@ class WeightedMean:
     def __init__(self) -> None:
         self._sums = ExactSums()
         self._weights: list[float] = []
-        self._cohort: State = {}  # sums of the last cohort, which may be the only one
+        self._cohort: CohortSums = {}  # sums of the last cohort, which may be the only one
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values, weights)
         self._weights += weights
 
-    def add_cohort(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Take in clients that have trained side by side: of floating-point numbers one weighted sum for all."""
+    def add_cohort(self, values: Mapping[str, Tensor], sums: CohortSums, weights: Sequence[float]) -> None:
+        """Take in clients that have trained side by side, and the sums of some entries in place of their values."""
         self._add_last_cohort()
-        self._cohort = {n: weighted_sum(value, weights) for n, value in values.items() if value.is_floating_point()}
+        self._cohort = {name: sums[name] for name in values if name in sums}
         self.add({name: value for name, value in values.items() if name not in self._cohort}, weights)
 
     def _add_last_cohort(self) -> None:
-        self._sums.add({name: value[None] for name, value in self._cohort.items()})
+        self._sums.add_cohort(self._cohort)
         self._cohort = {}
 
     def combine(self, ranks: Ranks) -> None:
@@ -204,7 +204,7 @@ class WeightedMean:
         if any(name in self._sums.by_name for name in self._cohort):
             self._add_last_cohort()
         weight, sums = math.fsum(self._weights), self._sums.by_name
-        means = {n: round_to(value / weight + 0.0, server[n].dtype) for n, value in self._cohort.items()}
+        means = {n: round_to(value / weight + 0.0, server[n].dtype) for n, (value, _) in self._cohort.items()}
         while sums:  # each makes room for the next one's mean
             name, exact = sums.popitem()
             means[name] = exact.mean(weight, server[name])

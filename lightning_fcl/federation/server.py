@@ -27,6 +27,7 @@ from lightning_fcl.federation.aggregation import (
 )
 from lightning_fcl.federation.client_store import UNSENT, ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression, transmit
+from lightning_fcl.federation.exact import CohortSums
 from lightning_fcl.federation.faults import check_finite, check_moved, find_faults
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer, settings_of
 from lightning_fcl.federation.ranks import Ranks
@@ -200,19 +201,25 @@ class FederatedServer:
         missing = [name for name, reduction in self.reductions.items() if reduction.up and name not in states]
         if missing:
             raise ValueError(f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.")
-        taken, odd = self.check(parts, states)
+        weights = weigh(self.client_weights, parts)
+        sums = self.aggregator.sum_cohort(states, weights) if len(parts) > 1 else {}
+        taken, odd = self.check(parts, states, sums)
         rows = [row for row, fine in enumerate(taken) if fine]
         if rows:
             sent = {name: states[name] for name, reduction in self.reductions.items() if reduction.up}
-            clients, weights = parts.clients, weigh(self.client_weights, parts)
+            clients = parts.clients
             if len(rows) < len(taken):
                 clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
                 sent = {name: value[rows] for name, value in sent.items()}
             sent = self.aggregator.set_aside(sent, odd)
             coded, each = self.code(clients, sent)
             numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
-            add = self.aggregator.add_cohort if len(clients) > 1 else self.aggregator.add_all
-            add({**sent, **coded}, weights, numbers)
+            if len(clients) == 1:
+                self.aggregator.add_all({**sent, **coded}, weights, numbers)
+            else:
+                if coded or odd or len(rows) < len(taken):
+                    sums = self.aggregator.sum_cohort({**sent, **coded}, weights)
+                self.aggregator.add_cohort({**sent, **coded}, sums, weights, numbers)
             by_value = [name for name in sent if not self.reductions[name].by_shape]
             for i, client in enumerate(clients):
                 self.record.upload(client, each + sum(self.reductions[n].wire_bytes(sent[n][i]) for n in by_value))
@@ -220,9 +227,11 @@ class FederatedServer:
             self.record.trained += clients
         return taken
 
-    def check(self, parts: ClientRounds, states: Mapping[str, Tensor]) -> tuple[list[bool], list[str]]:
+    def check(
+        self, parts: ClientRounds, states: Mapping[str, Tensor], sums: CohortSums
+    ) -> tuple[list[bool], list[str]]:
         """Drop clients by name whose numbers are not finite: whether each is of use, and which entries none has so."""
-        faults, odd = find_faults(states, self._start, self.reductions)
+        faults, odd = find_faults(states, self._start, self.reductions, sums)
         for row, at_fault in faults.items():
             self._drop(parts[row], at_fault)
         return [row not in faults for row in range(len(parts))], odd

@@ -424,7 +424,8 @@ def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
         one.add_all(values, weights, range(9))
         for rows in (range(7), range(7, 9)):
             part = {name: value[list(rows)] for name, value in values.items()}
-            many.add_cohort(part, [weights[row] for row in rows], rows)
+            own = [weights[row] for row in rows]
+            many.add_cohort(part, many.sum_cohort(part, own), own, rows)
         both = many.result(server)
         for name, value in one.result(server).items():
             found = both[name]
@@ -435,16 +436,30 @@ def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
 
 
 def test_the_sums_of_cohorts_fit_into_one_whole_number_a_number_and_columns_are_as_rows():
-    exact, weights = ExactSum(torch.zeros(30, 20)), [3.0, 8.0, 5.0]
+    exact, other, weights = ExactSum(torch.zeros(30, 20)), ExactSum(torch.zeros(30, 20)), [3.0, 8.0, 5.0]
     factors = torch.tensor(weights, dtype=torch.float64)
     for cohort in range(6):
         values = torch.randn(3, 30, 20, generator=generator(cohort)) * torch.logspace(0, -9, 20) / (1 + cohort)
-        total, product = weighted_sum(values, weights), torch.einsum("c,cij->ij", factors, values.double())
+        (total, unit), product = weighted_sum(values, weights), torch.einsum("c,cij->ij", factors, values.double())
         assert (total - product).abs().max() <= 2**-46 * product.abs().max()
-        again = weighted_sum(values.mT.contiguous().mT, weights)
+        again, _ = weighted_sum(values.mT.contiguous().mT, weights)
         assert again.is_contiguous() and torch.equal(again, total)
-        exact.add(total[None])
-    assert None not in exact.marks()
+        exact.add_multiples(total, unit)
+        other.add(total[None])
+        assert not bool((total % unit).any()) and total.abs().max() <= unit * 2**46
+    assert None not in exact.marks() and torch.equal(exact.total(), other.total())
+
+
+def test_cohorts_of_any_sizes_come_to_the_exact_sum_of_their_own():
+    exact, other = ExactSum(torch.zeros(200)), ExactSum(torch.zeros(200))
+    for cohort, scale in enumerate((1.0, 1e-6, 3e9, 0.0, 1e-30, 2e-38, 0.1, 1.0)):
+        total, unit = weighted_sum(scale * torch.randn(5, 200, generator=generator(cohort)), [1.0, 7.0, 2.0, 9.0, 3.0])
+        assert unit == 0 if scale == 0 else unit > 0
+        exact.add_multiples(total, unit) if unit else exact.add(total[None])
+        other.add(total[None])
+    mine, theirs = exact.digits(), other.digits()
+    zeros = torch.zeros(200, dtype=torch.int64)
+    assert all(torch.equal(mine.get(e, zeros), theirs.get(e, zeros)) for e in {*mine, *theirs})
 
 
 @pytest.mark.gpu
