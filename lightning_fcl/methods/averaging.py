@@ -12,7 +12,7 @@ from lightning_fcl.federation.aggregation import Reduction, State, reductions_of
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Needs, overrides
+from lightning_fcl.methods.declaration import Needs, overriding
 from lightning_fcl.methods.method import Method
 
 
@@ -63,7 +63,7 @@ class MovesServer(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = need_federation(trainer, type(self).__name__, self.needs.federation)
         methods = methods_of(trainer)
-        before = [type(one).__name__ for one in methods[: methods.index(self)] if overrides(one, "server_turn")]
+        before = [type(one).__name__ for one in overriding(methods[: methods.index(self)], "server_turn")]
         unfit = {
             f"`clients={self.clients}`": self.clients != "all",
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss,

@@ -55,9 +55,9 @@ class DERpp(Method):
     beta: float = argument(0.5, at_least, 0)
     batch_size: int = argument(32, at_least, 1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.recall_size = 2 * self.batch_size
+    @property
+    def recall_size(self) -> int:
+        return 2 * self.batch_size
 
     def recall(self, client: Client) -> Mapping[str, Tensor]:
         return {name: client.memory[name] for name in ("x", "y", "logits") if name in client.memory}

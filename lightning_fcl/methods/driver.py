@@ -25,7 +25,7 @@ from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.record import DIVERGED
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
-from lightning_fcl.methods.declaration import Declaration, TrainsParts, overrides, shapes_loss
+from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.step import Freezer, Step, is_labelled, stepped_by, without_call
@@ -152,7 +152,7 @@ class MethodDriver(Callback):
         for method, client in self._active():
             if overrides(method, "rehearse"):
                 method.mix(client, batch_idx)
-        parts = [method.trains(client) for method, client in self._active() if isinstance(method, TrainsParts)]
+        parts = [method.trains(client) for method, client in self._active()]
         self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
         if self._hook is None:
             self._hook = pl_module.register_forward_hook(self._watch)

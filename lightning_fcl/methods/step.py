@@ -34,7 +34,7 @@ class Step:
         loss_of: ``loss_of(x, y)``: the mean task loss on other samples, in the module's present mode.
         weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
         y: The batch's targets, shape (batch, ...); None where the batch is no pair.
-        recalled: Remembered samples that were drawn for this step, as `Recalls.recall` names them, each of shape
+        recalled: Remembered samples that were drawn for this step, as `Method.recall` names them, each of shape
             (recall_size, ...); empty where nothing is remembered yet.
         recalled_weight: 1 where there are recalled samples, else 0.
     """

@@ -73,9 +73,9 @@ class TARGET(Method):
     statistics: float = argument(10.0, at_least, 0)
     temperature: float = argument(2.0, above, 0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.recall_size = self.batch_size
+    @property
+    def recall_size(self) -> int:
+        return self.batch_size
 
     @property
     def _makes(self) -> bool:
