@@ -21,8 +21,9 @@ from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import finite_pairs, with_task
 from lightning_fcl.methods.fedvit import lowest_loss
 from lightning_fcl.methods.functional import predictions, states_loss
-from lightning_fcl.methods.importance import mean_over_samples, summed
+from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.sample_gradients import mean_over_samples
 from lightning_fcl.methods.step import Step, matches
 
 
