@@ -20,9 +20,10 @@ from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.optimizer_state import settings_of
 from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.federation.reductions import Changes
-from lightning_fcl.methods.client import Client, Server, remember, section
+from lightning_fcl.methods.client import Client, Server, remember, section, zeros
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Needs, overriding
+from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Step
@@ -37,7 +38,7 @@ def reductions_in_use(module: L.LightningModule) -> dict[str, Reduction]:
 def averaged_parameters(module: L.LightningModule) -> State:
     """The trainable parameters that a federation's clients receive and send, by name; its own stay with each."""
     of = reductions_in_use(module)
-    return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and of[n].up and of[n].down}
+    return {name: p.detach() for name, p in trainable(module).items() if of[name].up and of[name].down}
 
 
 def gradient_weight(group: Mapping[str, Any], steps: int) -> float:
@@ -163,17 +164,16 @@ class SCAFFOLD(Method):
             )
 
     def server_state(self, module: L.LightningModule) -> State:
-        nothing = {name: torch.zeros_like(value) for name, value in averaged_parameters(module).items()}
-        return {**remember(nothing, "c"), "clients": torch.tensor(float(len(need_stream(module.trainer).plan.clients)))}
+        clients = torch.tensor(float(len(need_stream(module.trainer).plan.clients)))
+        return {**remember(zeros(averaged_parameters(module)), "c"), "clients": clients}
 
     def on_download(self, client: Client) -> Memory:
         experience = client.part.experience
         if client.memory and client.memory["experience"] == experience:
             return client.memory
         c = section(client.shared, "c")
-        nothing = {name: torch.zeros_like(value) for name, value in c.items()}
-        begun = c if experience else nothing
-        return {"experience": torch.tensor(experience), **remember(nothing, "c"), **remember(begun, "begun")}
+        begun = c if experience else zeros(c)
+        return {"experience": torch.tensor(experience), **remember(zeros(c), "c"), **remember(begun, "begun")}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         lacking = {name: value for name, value in self._lacking(client).items() if name in step.params}
@@ -229,11 +229,10 @@ class FedDyn(MovesServer):
         need_uniform_weights(trainer, "FedDyn")
 
     def server_state(self, module: L.LightningModule) -> State:
-        averaged = averaged_parameters(module) if self.alpha else {}
-        return {name: torch.zeros_like(value) for name, value in averaged.items()}
+        return zeros(averaged_parameters(module)) if self.alpha else {}
 
     def on_download(self, client: Client) -> Memory:
-        return client.memory or remember({n: torch.zeros_like(way) for n, way in client.shared.items()}, "way")
+        return client.memory or remember(zeros(client.shared), "way")
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.alpha == 0:

@@ -19,7 +19,7 @@ from lightning_fcl.federation.protocol import HasClasses
 from lightning_fcl.federation.reductions import Changes
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.method import Method, class_mask, masked, padded, with_classes
+from lightning_fcl.methods.method import Method, class_mask, for_output, masked, padded, true_class, with_classes
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 
@@ -41,8 +41,7 @@ def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: flo
         return F.cross_entropy(logits, target, reduction="none")
     present = counts > 0
     shift = tau * torch.where(present, counts / counts.sum().clamp(min=1), 1.0).log()
-    own = torch.arange(logits.shape[-1], device=logits.device) == target[..., None]
-    shifted = masked(logits + shift, present | own | ~present.any())
+    shifted = masked(logits + shift, present | true_class(target, logits) | ~present.any())
     return F.cross_entropy(shifted, target, reduction="none")
 
 
@@ -98,12 +97,12 @@ class LogitAdjustment(Method):
         if not counts.any() and client.memory:
             counts = client.memory["counts"]
         if "counts" in client.shared:
-            own = counts.to(client.shared["counts"].device) * (not _is_counted(client))
+            own = counts.to(client.shared["counts"].device) * client.enters_experience
             counts = client.shared["counts"] + padded(own, len(client.shared["counts"]))
         return {"experience": client.memory.get("experience", torch.tensor(-1)), "counts": counts}
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
-        if self.prior == "client" or _is_counted(client):
+        if self.prior == "client" or not client.enters_experience:  # the server has its counts
             return {}
         return {"counts": _counted(client.part.labels, len(client.memory["counts"]))}
 
@@ -111,18 +110,13 @@ class LogitAdjustment(Method):
         assert step.y is not None  # as it needs labels
         if self.tau == 0:
             return 0.0
-        counts = padded(client.memory["counts"].to(step.output.device), step.output.shape[-1])
+        counts = for_output(client.memory["counts"], step.output)
         adjusted = logit_adjusted_loss(step.output, step.y, counts, self.tau)
         return step.mean(adjusted - F.cross_entropy(step.output, step.y, reduction="none"))
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         counted = client.memory["experience"] if client.missed else torch.tensor(client.part.experience)
         return {"experience": counted, "counts": _counted(client.part.labels, client.part.num_classes)}
-
-
-def _is_counted(client: Client) -> bool:
-    """Whether the server has the counts of its experience."""
-    return bool(client.memory) and client.part.experience <= int(client.memory["experience"])
 
 
 def _counted(labels: Tensor, classes: int) -> Tensor:
@@ -151,16 +145,12 @@ def mean_output_loss(
         logits = logits.softmax(dim=-1)
     elif outputs == "log-probabilities":
         logits = logits.log_softmax(dim=-1)
-    others = new & ~_one_hot(target, logits)
+    others = new & ~true_class(target, logits)
     of_new, of_old = (
         (logits * classes).sum(dim=-1) / classes.sum(dim=-1).clamp(min=1) for classes in (others, old.expand_as(others))
     )
     difference = torch.where(others.any(dim=-1) & old.any(), of_new - of_old, 0.0)
     return difference.square() if distance == "squared" else difference.abs()
-
-
-def _one_hot(target: Tensor, like: Tensor) -> Tensor:
-    return torch.arange(like.shape[-1], device=like.device) == target[..., None]
 
 
 @dataclass(eq=False)
@@ -203,18 +193,17 @@ class MeanOutputLoss(Method):
             known = {"new": part.new_classes, "old": part.old_classes}
             return {name: class_mask(part.num_classes, classes) for name, classes in known.items()}
         seen = memory.get("seen", class_mask(part.num_classes, ()))
-        if not memory or part.experience > int(memory["experience"]):
+        if client.enters_experience:
             memory = {"experience": torch.tensor(part.experience), "old": seen, "seen": seen}
         return memory
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
-        output, own = step.output, _one_hot(step.y, step.output)
-        known = {
-            n: padded(v.to(output.device), output.shape[-1]) for n, v in client.memory.items() if n in ("new", "old")
-        }
-        old, new = known["old"], known.get("new")
-        if new is None:
+        output, own = step.output, true_class(step.y, step.output)
+        old = for_output(client.memory["old"], output)
+        if "new" in client.memory:
+            new = for_output(client.memory["new"], output)
+        else:
             real = own if step.weight is None else own & (step.weight > 0)[:, None]
             new = real.any(dim=0) & ~old
         total = self.mu * mean_output_loss(output, step.y, new, old, self.outputs, self.distance)

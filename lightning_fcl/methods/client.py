@@ -89,6 +89,11 @@ class Client:
         return section(self.server, self._section)
 
     @property
+    def enters_experience(self) -> bool:
+        """Whether the ``experience`` in its memory, if there is any, is an earlier one."""
+        return self.part.experience > int(self.memory.get("experience", -1))
+
+    @property
     def generator(self) -> torch.Generator:
         """Draws whatever is random when its round ends."""
         if self._generator is None:
@@ -135,6 +140,16 @@ def section(memory: Mapping[str, Tensor], prefix: str) -> State:
         {'w': tensor([1.])}
     """
     return {name[len(prefix) + 1 :]: value for name, value in memory.items() if name.startswith(f"{prefix}.")}
+
+
+def zeros(state: Mapping[str, Tensor]) -> State:
+    """Zeros in place of a state's numbers.
+
+    Example:
+        >>> zeros({"w": torch.ones(1)})
+        {'w': tensor([0.])}
+    """
+    return {name: torch.zeros_like(value) for name, value in state.items()}
 
 
 def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:

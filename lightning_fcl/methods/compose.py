@@ -20,7 +20,7 @@ from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Declaration, overrides, overriding
-from lightning_fcl.methods.functional import states_loss
+from lightning_fcl.methods.functional import states_loss, trainable
 from lightning_fcl.methods.step import Step, matches
 from lightning_fcl.randomness import Keys, numbers
 
@@ -63,12 +63,12 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
     if federation is None or not needs.head:
         return
     head: str = vars(method)["head"]
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-    chosen = sorted(name for name in trainable if matches(name, head))
-    if not chosen or len(chosen) == len(trainable):
+    learning = trainable(module)
+    chosen = sorted(name for name in learning if matches(name, head))
+    if not chosen or len(chosen) == len(learning):
         raise ValueError(
             f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(chosen)} of "
-            f"{len(trainable)}: {', '.join(sorted(trainable)[:3])}, ..."
+            f"{len(learning)}: {', '.join(sorted(learning)[:3])}, ..."
         )
     reductions = reductions_of(module, federation.strategy.rules)
     for name in chosen:

@@ -16,7 +16,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import embeddings
-from lightning_fcl.methods.method import Method, masked, padded, with_classes
+from lightning_fcl.methods.method import Method, for_output, masked, true_class, with_classes
 from lightning_fcl.methods.step import Step
 
 
@@ -147,23 +147,20 @@ class LwF(Method):
     teacher: Literal["own", "server"] = argument("own", one_of, ("own", "server"))
 
     def on_download(self, client: Client) -> Memory:
-        memory, experience = client.memory, torch.tensor(client.part.experience)
-        if not memory:
-            nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
-            memory = {"experience": experience, "seen": nothing, "old": nothing, **remember(client.server, "teacher")}
-            memory |= self._latest(client.server)
-        if experience > memory["experience"]:
-            teacher = section(memory, "latest") if self.teacher == "own" else client.server
-            memory = {**memory, "experience": experience, "old": memory["seen"], **remember(teacher, "teacher")}
-        return memory
+        if not client.enters_experience:
+            return client.memory
+        nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
+        memory = client.memory or {"seen": nothing, **self._latest(client.server)}
+        teacher = section(memory, "latest") if self.teacher == "own" else client.server
+        experience = torch.tensor(client.part.experience)
+        return {**memory, "experience": experience, "old": memory["seen"], **remember(teacher, "teacher")}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.strength == 0:
             return 0.0
-        old = padded(client.memory["old"], step.output.shape[-1]).to(step.output.device)
-        teacher = step.predict(section(client.memory, "teacher"), step.x)
-        student, teacher = masked(step.output, old), masked(teacher, old)
-        loss = step.mean(distillation_loss(student, teacher, self.temperature))
+        old = for_output(client.memory["old"], step.output)
+        teacher = masked(step.predict(section(client.memory, "teacher"), step.x), old)
+        loss = step.mean(distillation_loss(masked(step.output, old), teacher, self.temperature))
         return self.strength * loss * old.any()
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
@@ -203,8 +200,7 @@ class FedNTD(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.beta == 0 or step.y is None:
             return 0.0
-        true = torch.arange(step.output.shape[-1], device=step.y.device) == step.y[:, None]
-        logits = step.output, step.predict(step.server, step.x)
+        true, logits = true_class(step.y, step.output), (step.output, step.predict(step.server, step.x))
         student, teacher = (each.masked_fill(true, -torch.inf) for each in logits)
         return self.beta * self.temperature**2 * step.mean(distillation_loss(student, teacher, self.temperature))
 

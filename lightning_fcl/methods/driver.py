@@ -26,7 +26,7 @@ from lightning_fcl.federation.record import DIVERGED
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
-from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
+from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of, trainable
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.step import Freezer, Step, is_labelled, stepped_by, without_call
 from lightning_fcl.methods.trial import why_no_logits, why_not_logits
@@ -180,7 +180,7 @@ class MethodDriver(Callback):
             if method.needs.logits and (why := why_not_logits(output)):
                 _refuse_output(method, pl_module, why)
         step = Step(
-            {name: p for name, p in pl_module.named_parameters() if p.requires_grad},
+            trainable(pl_module),
             clients[0].server,
             x,
             output,

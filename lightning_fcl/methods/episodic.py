@@ -166,6 +166,11 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+def remembered_pairs(memory: Memory) -> tuple[Tensor, Tensor] | None:
+    """The samples ``(x, y)`` in a memory; None where there are none yet."""
+    return (memory["x"], memory["y"]) if "x" in memory else None
+
+
 def with_task(memory: Memory, samples: Memory, task: int) -> Memory:
     """The memory with samples, ``x``, ``y`` and what is known of each, in place of a task's earlier ones."""
     device = samples["y"].device

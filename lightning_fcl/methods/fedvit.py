@@ -22,7 +22,7 @@ from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs, past_numbers, with_task
-from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along
+from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along, trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
 from lightning_fcl.methods.step import Pattern
@@ -230,8 +230,7 @@ class FedViT(FedRep):
         (optimizer,) = federation.optimizers
         load_entries(module, state)
         optimizer.state.clear()
-        named = module.named_parameters()
-        params = {name: p for name, p in named if p.requires_grad and not fnmatchcase(name, self.head)}
+        params = {name: p for name, p in trainable(module).items() if not fnmatchcase(name, self.head)}
         gradient, before = gradient_of(module, params), {**state, **body}
         x, y = finite_pairs(stream.client_samples(part.client, part.round, seed))
         keys = keys_of(seed, [part.client], part.round, "integration")

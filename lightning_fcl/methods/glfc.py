@@ -21,8 +21,8 @@ from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, 
 from lightning_fcl.methods.client import Client, Server, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.functional import as_input, embeddings, evaluating, predictions
-from lightning_fcl.methods.method import Method, class_mask, padded, sample_size
+from lightning_fcl.methods.functional import as_input, embeddings, entries_in, evaluating, predictions
+from lightning_fcl.methods.method import Method, class_mask, for_output, sample_size, true_class
 from lightning_fcl.methods.step import Step
 from lightning_fcl.randomness import seed_of
 
@@ -186,7 +186,7 @@ class GLFC(Method):
 
     def on_download(self, client: Client) -> Memory:
         memory, part = client.memory, client.part
-        if not memory or part.experience > int(memory["experience"]):
+        if client.enters_experience:
             state = section(client.shared, "best") if self.proxy else client.server
             teacher = remember(state, "teacher") if self.strength > 0 else {}
             memory = {"experience": torch.tensor(part.experience), **teacher}
@@ -199,14 +199,14 @@ class GLFC(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
         z, y = step.output, step.y
-        old, seen = (padded(client.memory[name].to(z.device), z.shape[-1]) for name in ("old", "seen"))
+        old, seen = (for_output(client.memory[name], z) for name in ("old", "seen"))
         seen = seen | ~seen.any()
 
         def entropy(target: Tensor) -> Tensor:
             each = F.binary_cross_entropy_with_logits(z, target, reduction="none")
             return (each * seen).sum(dim=1) / seen.sum()
 
-        target = (torch.arange(z.shape[-1], device=z.device) == y[:, None]).to(z)
+        target = true_class(y, z).to(z)
         loss = step.mean(class_aware_weights(z, y, old, step.weight) * entropy(target))
         if self.strength == 0:
             return loss
@@ -256,7 +256,7 @@ class GLFC(Method):
 def perturbed(module: L.LightningModule, state: State, x: Tensor, label: int) -> Tensor:
     """A sample, shape (1, ...), after some steps down the binary cross-entropy of a module with a state."""
     x = as_input(module, x).clone().requires_grad_()
-    own = {name: value for name, value in state.items() if name in entries(module)}
+    own = entries_in(state, module)
     with evaluating(module), torch.enable_grad():
         for _ in range(_STEPS):
             output = functional_call(module, own, (x,))

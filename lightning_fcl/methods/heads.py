@@ -81,9 +81,7 @@ class Fed3R(Method):
         return {**_no_sums(module), **self._base}
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
-        if client.part.experience <= int(client.memory.get("experience", -1)):
-            return {}
-        return self._sums(client.module, own, data)
+        return self._sums(client.module, own, data) if client.enters_experience else {}
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         return client.memory if client.missed else {"experience": torch.tensor(client.part.experience)}

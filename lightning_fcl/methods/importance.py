@@ -15,8 +15,9 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import above, argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.client import Client, remember, section, zeros
 from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.sample_gradients import mean_over_samples
 from lightning_fcl.methods.step import Step, stepped_by
@@ -81,9 +82,8 @@ class Consolidation(Method):
         if self.strength == 0:
             return memory
         if not memory:
-            params = {name: client.server[name] for name, p in client.module.named_parameters() if p.requires_grad}
-            nothing = {name: torch.zeros_like(value) for name, value in params.items()}
-            memory = remember(params, "center") | remember(nothing, "importance")
+            params = {name: client.server[name] for name in trainable(client.module)}
+            memory = remember(params, "center") | remember(zeros(params), "importance")
         memory = {n: value.to(client.server[n.split(".", 1)[1]].device) for n, value in memory.items() if n != _SCALE}
         return memory | ({_SCALE: scale_of(section(memory, "importance"))} if self.normalize else {})
 

@@ -106,6 +106,16 @@ def padded(values: Tensor, size: int) -> Tensor:
     return F.pad(values, (0, size - len(values)))
 
 
+def for_output(values: Tensor, output: Tensor) -> Tensor:
+    """Values of classes, as many as an output has classes, on its device."""
+    return padded(values.to(output.device), output.shape[-1])
+
+
+def true_class(target: Tensor, output: Tensor) -> Tensor:
+    """Which class of an output, shape (batch, classes), is that of each target."""
+    return torch.arange(output.shape[-1], device=output.device) == target[..., None]
+
+
 def masked(logits: Tensor, classes: Tensor) -> Tensor:
     """Logits of some classes; the others' are far below, and not -inf: what they add to a loss is finite."""
     return torch.where(classes, logits, -1e4)

@@ -25,7 +25,7 @@ from lightning_fcl.federation.optimizer_state import (
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.functional import gradient_of, step_along
+from lightning_fcl.methods.functional import gradient_of, step_along, trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import flatten
 from lightning_fcl.methods.step import stepped_by
@@ -78,7 +78,7 @@ class APFL(Method):
                 f"Expected `accumulate_grad_batches=1` for `{type(self).__name__}`, whose personal model steps with "
                 f"each batch, but got {trainer.accumulate_grad_batches}. Raise the stream's `batch_size` instead."
             )
-        self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
+        self._trainable = [*trainable(pl_module)]
         federation = federation_of(trainer)
         self._keeps = federation is not None and federation.strategy.keep_optimizer
 

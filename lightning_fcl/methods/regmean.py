@@ -13,7 +13,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, between
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.methods.averaging import MovesServer
-from lightning_fcl.methods.client import Client, Server, section
+from lightning_fcl.methods.client import Client, Server, section, zeros
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
@@ -71,7 +71,7 @@ class RegMean(MovesServer):
         return rows.T @ rows if self.alpha else rows.square().sum(dim=0)
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
-        sent = {name: torch.zeros_like(value) for name, value in client.shared.items()}
+        sent = zeros(client.shared)
         weights = {name: weight_matrix(own, name) for name in section(sent, "gram")}
         learnt = [name for name, value in weights.items() if not value.equal(weight_matrix(client.server, name))]
         x, _ = finite_pairs(data)
@@ -90,7 +90,7 @@ class RegMean(MovesServer):
         for name, gram in section(kept, "gram").items():
             if gram.any():
                 found |= weights_of(mean, name, regmean(weight_matrix(mean, name), kept[f"answers.{name}"], gram))
-        kept.update({name: torch.zeros_like(value) for name, value in kept.items()})
+        kept.update(zeros(kept))
         return found
 
 

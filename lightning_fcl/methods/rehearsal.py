@@ -17,11 +17,11 @@ from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.client import Client, remember, section, zeros
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.functional import embeddings, predictions, states_loss
-from lightning_fcl.methods.method import Method, class_mask, padded
+from lightning_fcl.methods.episodic import finite_pairs, remembered_pairs
+from lightning_fcl.methods.functional import embeddings, predictions, states_loss, trainable
+from lightning_fcl.methods.method import Method, class_mask, for_output
 from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.methods.sample_gradients import gradients_of_samples, over_samples, squared_norms
 from lightning_fcl.methods.step import Step
@@ -123,7 +123,7 @@ class ReFed(Method):
     strength: float = argument(0.5, at_least, 0)
 
     def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        return (client.memory["x"], client.memory["y"]) if "x" in client.memory else None
+        return remembered_pairs(client.memory)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         if not client.part.last_round:
@@ -175,12 +175,12 @@ def sample_importance(
         tensor([0.5000, 1.5000])
     """
     loss = states_loss(module).sample_loss
-    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    names = [*trainable(module)]
     w = {name: received[name].detach() for name in module.state_dict()}
     v = {name: {**w, **personal}[name] for name in names}
     importance = w[names[0]].new_zeros(len(y))
     for iteration in range(1, iterations + 1):
-        squares, total = [], {name: torch.zeros_like(value) for name, value in v.items()}
+        squares, total = [], zeros(v)
         for gradients in gradients_of_samples(module, lambda output, y: loss(output, y).sum(), {**w, **v}, x, y, names):
             squares.append(torch.stack([squared_norms(of) for of in gradients.values()]).sum(dim=0))
             total = {name: total[name] + over_samples(lambda value: value, gradients[name]) for name in names}
@@ -233,7 +233,7 @@ class FedCBDR(Method):
         return {"gram": no_sums(module).new_zeros(size, size, dtype=torch.float64)}
 
     def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        return (client.memory["x"], client.memory["y"]) if "x" in client.memory else None
+        return remembered_pairs(client.memory)
 
     @property
     def _tells_apart(self) -> bool:
@@ -247,7 +247,7 @@ class FedCBDR(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if not self._tells_apart or step.y is None:
             return 0.0
-        old = padded(client.memory["old"].to(step.output.device), step.output.shape[-1])
+        old = for_output(client.memory["old"], step.output)
         scaled = step.output / torch.where(old, self.old_temperature, self.new_temperature)
         weighted = torch.where(old[step.y], self.old_weight, self.new_weight) * _cross_entropy(scaled, step.y)
         return step.mean(weighted - _cross_entropy(step.output, step.y))

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.methods.functional import as_input, evaluating
+from lightning_fcl.methods.client import zeros
+from lightning_fcl.methods.functional import as_input, evaluating, trainable
 
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
@@ -124,9 +125,9 @@ def gradients_of_samples(
 
     The module is in evaluation mode, with the state; gradients have the shape (samples, ...), or are outer products.
     """
-    trainable = {*names}
-    params = {name: value.detach() for name, value in state.items() if name in trainable}
-    rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
+    chosen = {*names}
+    params = {name: value.detach() for name, value in state.items() if name in chosen}
+    rest = {name: value.detach().clone() for name, value in state.items() if name not in chosen}
     x = as_input(module, x)
 
     def of_output(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -156,9 +157,9 @@ def mean_over_samples(
     names: Iterable[str] | None = None,
 ) -> State:
     """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``: see `over_samples`."""
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
-    total = {name: torch.zeros_like(value) for name, value in state.items() if name in trainable}
-    for gradients in gradients_of_samples(module, objective, state, x, y, trainable):
+    chosen = {*trainable(module)} if names is None else {*names}
+    total = zeros({name: value for name, value in state.items() if name in chosen})
+    for gradients in gradients_of_samples(module, objective, state, x, y, chosen):
         for name, value in gradients.items():
             total[name] += over_samples(measure, value)
     return {name: value / len(x) for name, value in total.items()}

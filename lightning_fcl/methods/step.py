@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.methods.functional import LossOf, OutputOf
+from lightning_fcl.methods.functional import LossOf, OutputOf, trainable
 
 
 def _elsewhere(x: Any, *others: object, **more: object) -> Tensor:
@@ -108,7 +108,7 @@ class Freezer:
         if part == self._part:
             return
         if self._part is None:
-            self._trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+            self._trainable = {*trainable(module)}
         self._part = part
         for name, parameter in module.named_parameters():
             if name in self._trainable:

@@ -21,7 +21,7 @@ from lightning_fcl.methods.client import Client, Server
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import evaluating, predictions
-from lightning_fcl.methods.method import Method, class_mask, masked, padded, sample_size, with_classes
+from lightning_fcl.methods.method import Method, class_mask, for_output, masked, sample_size, with_classes
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models.generator import Generator, statistics_layers, with_statistics_distance
@@ -108,7 +108,7 @@ class TARGET(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if not step.recalled:
             return 0.0
-        old = padded(client.memory["old"], step.output.shape[-1]).to(step.output.device)
+        old = for_output(client.memory["old"], step.output)
         own, said = masked(step.outputs(step.recalled["images"]), old), masked(step.recalled["logits"], old)
         return self.kd * step.recalled_weight * distillation_loss(own, said, self.temperature).mean()
 
