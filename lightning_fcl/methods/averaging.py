@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -56,16 +56,6 @@ def gradient_weight(group: Mapping[str, Any], steps: int) -> float:
         velocity = momentum * velocity + 1
         total += 1 + momentum * velocity if nesterov else velocity
     return total
-
-
-def need_uniform_weights(trainer: L.Trainer, name: str) -> None:
-    """Refuse a federation in whose mean some clients weigh more than others."""
-    federation = need_federation(trainer, name, "it has no clients")
-    if federation.server.client_weights != "uniform" and len(federation.stream.plan.clients) > 1:
-        raise ValueError(
-            f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
-            f"{federation.server.client_weights!r}. Give it to the strategy."
-        )
 
 
 class MovesServer(Method):
@@ -147,11 +137,10 @@ class SCAFFOLD(Method):
         True
     """
 
-    needs: ClassVar[Needs] = Needs(federation="a single client's gradients lack nothing. Remove `SCAFFOLD`")
+    needs: ClassVar[Needs] = Needs(
+        uniform=True, federation="a single client's gradients lack nothing. Remove `SCAFFOLD`"
+    )
     reductions: ClassVar[Rules] = {"c.*": Changes(), "clients": "download"}
-
-    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        need_uniform_weights(trainer, "SCAFFOLD")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         settings = settings_of(trainer.optimizers[0])
@@ -220,13 +209,10 @@ class FedDyn(MovesServer):
         0.1
     """
 
+    needs: ClassVar[Needs] = replace(MovesServer.needs, uniform=True)
     reductions: ClassVar[Rules] = {"*": "fixed"}
 
     alpha: float = argument(0.01, at_least, 0)
-
-    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().prepare(trainer, pl_module)
-        need_uniform_weights(trainer, "FedDyn")
 
     def server_state(self, module: L.LightningModule) -> State:
         return zeros(averaged_parameters(module)) if self.alpha else {}

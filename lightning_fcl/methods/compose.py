@@ -60,7 +60,15 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
     if needs.loss:
         states_loss(module, f" for `{name}`")
     federation = need_federation(trainer, name, needs.federation) if needs.federation else None
-    if federation is None or not needs.head:
+    if federation is None:
+        return
+    weights = federation.server.client_weights
+    if needs.uniform and weights != "uniform" and len(federation.stream.plan.clients) > 1:
+        raise ValueError(
+            f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
+            f"{weights!r}. Give it to the strategy."
+        )
+    if not needs.head:
         return
     head: str = vars(method)["head"]
     learning = trainable(module)

@@ -38,6 +38,7 @@ class Needs:
         samples: `Method.end_round` and `Method.contribute` look at the round's samples.
         federation: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
         head: Entries that match the method's argument ``head`` stay with the clients, in a federation.
+        uniform: All clients weigh alike in the federation's means.
 
     Example:
         >>> Needs(labels=True, federation="it has no clients").samples
@@ -51,6 +52,7 @@ class Needs:
     samples: bool = False
     federation: str = ""
     head: bool = False
+    uniform: bool = False
 
 
 @dataclass(eq=False, init=False)
@@ -73,7 +75,10 @@ class Declaration:
     """What it cannot work without. Samples always where it overrides `rehearse` or `project` or recalls."""
 
     vectorizable: ClassVar[bool] = True
-    """Whether clients that use it can train side by side; never where it projects, nor where it uploads unless told."""
+    """Whether clients that use it can train side by side.
+
+    Never where it projects; where it uploads, or trains parts, only if the class says so.
+    """
 
     ends_undrawn: ClassVar[bool] = False
     """Whether `end_round` also runs for clients that were not drawn for the last round of their experience."""
@@ -88,8 +93,8 @@ class Declaration:
         projects, needs = overrides(cls, "project"), cls.needs
         samples = needs.samples or projects or overrides(cls, "rehearse") or overrides(cls, "recall")
         cls.needs = replace(needs, samples=samples, labels=needs.labels or samples, loss=needs.loss or projects)
-        uploads = overrides(cls, "upload") and "vectorizable" not in vars(cls)
-        cls.vectorizable = cls.vectorizable and not (projects or uploads)
+        in_turn = (overrides(cls, "upload") or overrides(cls, "trains")) and "vectorizable" not in vars(cls)
+        cls.vectorizable = cls.vectorizable and not (projects or in_turn)
 
     def __init__(self, clients: Clients = "all") -> None:
         self.clients = clients

@@ -29,7 +29,7 @@ from lightning_fcl.methods.declaration import Declaration, overrides, shapes_los
 from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of, trainable
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.step import Freezer, Step, is_labelled, stepped_by, without_call
-from lightning_fcl.methods.trial import why_no_logits, why_not_logits
+from lightning_fcl.methods.trial import first_rows, why_no_logits, why_not_logits
 from lightning_fcl.randomness import keys_of
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ class MethodDriver(Callback):
         stream, needing = stream_of(trainer), [method for method in self.methods if method.needs.logits]
         if stream is None or not needing:
             return
-        first = next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
-        if first is None:  # a deployment's server trains on nothing
+        if (first := first_rows(stream)) is None:
             return
         with isolate_rng():  # a data set's own code may draw
             pairs = is_labelled(stream.take(first[:1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
@@ -66,8 +66,6 @@ class DyToxTraining(Episodic):
         >>> DyToxTraining(max_size=0.1, distillation="auto").divergence
         0.1
     """
-
-    vectorizable: ClassVar[bool] = False
 
     max_size: int | float = 0.1
     distillation: float | Literal["auto"] = "auto"

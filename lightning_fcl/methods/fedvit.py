@@ -50,7 +50,6 @@ class FedRep(Method):
         'model.head.*'
     """
 
-    vectorizable: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(federation="it has no local epochs, and no clients that share a body", head=True)
 
     head_epochs: int = argument(2, at_least, 1)

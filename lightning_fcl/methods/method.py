@@ -17,6 +17,7 @@ from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.driver import MethodDriver
+from lightning_fcl.methods.trial import first_rows
 
 
 class Method(Declaration, Callback):
@@ -78,8 +79,7 @@ def driver_of(trainer: L.Trainer) -> MethodDriver:
 def sample_size(federation: RunsFederation, name: str) -> tuple[int, ...]:
     """The shape of a sample of a federation's stream, for a method that makes some."""
     stream = federation.stream
-    rows = next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
-    if rows is None:
+    if (rows := first_rows(stream)) is None:
         raise ValueError(
             f"Expected samples beside the server for `{name}`, which tell it their shape, but there are none, as in a "
             "deployment. Simulate it, or leave it out."

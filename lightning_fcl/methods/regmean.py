@@ -140,7 +140,6 @@ class LoRM(RegMean):
         False
     """
 
-    vectorizable: ClassVar[bool] = False
     reductions: ClassVar[Rules] = {
         **RegMean.reductions,
         "task.*": SumOfSome(),

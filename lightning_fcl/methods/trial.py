@@ -64,6 +64,11 @@ def as_handed(module: L.LightningModule, batch: Batch) -> Batch:
     return transfer_batch(module.trainer, module.trainer.precision_plugin.convert_input(batch))
 
 
+def first_rows(stream: FederatedStream) -> IntArray | None:
+    """The samples of the first client that has some; None where there are none, as beside a deployment's server."""
+    return next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
+
+
 def a_few(samples: IntArray) -> IntArray:
     few: IntArray = samples[np.unique(np.linspace(0, len(samples) - 1, _FEW).astype(np.int64))]
     return few
