@@ -21,12 +21,11 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
 from lightning_fcl.local.sequential import client_keys, step_keys
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import Recalled, compose
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, states_loss, teacher_of
 from lightning_fcl.methods.random_layers import without_advancing
-from lightning_fcl.methods.step import Step
 
 
 class StackedClients:

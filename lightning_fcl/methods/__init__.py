@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.class_losses import MeanOutputLoss as MeanOutputLoss
     from lightning_fcl.methods.client import Client as Client
     from lightning_fcl.methods.client import Server as Server
+    from lightning_fcl.methods.client import Step as Step
     from lightning_fcl.methods.client import remember as remember
     from lightning_fcl.methods.client import section as section
     from lightning_fcl.methods.declaration import Needs as Needs
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.rehearsal import FedCBDR as FedCBDR
     from lightning_fcl.methods.rehearsal import ReFed as ReFed
     from lightning_fcl.methods.replay import Replay as Replay
-    from lightning_fcl.methods.step import Step as Step
     from lightning_fcl.methods.target import TARGET as TARGET
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning
 else:

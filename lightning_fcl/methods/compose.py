@@ -18,10 +18,9 @@ from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import federation_of, need_federation
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.declaration import Declaration, overrides, overriding
+from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.declaration import Declaration, matches, overrides, overriding
 from lightning_fcl.methods.functional import states_loss, trainable
-from lightning_fcl.methods.step import Step, matches
 from lightning_fcl.randomness import Keys, numbers
 
 

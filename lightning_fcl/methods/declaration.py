@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
@@ -18,12 +19,14 @@ from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client, Server
+from lightning_fcl.methods.client import Client, Server, Step, is_labelled
 from lightning_fcl.methods.functional import GradientOf
-from lightning_fcl.methods.step import Pattern, Step, is_labelled
 from lightning_fcl.randomness import global_seed, keys_of
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
+
+Pattern = str | tuple[str, ...]
+"""Some of a module's entries: shell-style patterns. One that begins with "!" is all entries but those of the rest."""
 
 
 @dataclass(frozen=True)
@@ -322,3 +325,15 @@ def remembers(method: Declaration, client_round: ClientRound) -> bool:
 def shapes_loss(method: Declaration, client: Client) -> bool:
     """Whether a method changes the loss at all."""
     return overrides(method, "penalty") or method.task_weight(client) != 1
+
+
+def matches(name: str, pattern: Pattern) -> bool:
+    """Whether an entry is one of a pattern's.
+
+    Example:
+        >>> [matches(name, "!model.head.*") for name in ("model.body.weight", "model.head.weight")]
+        [True, False]
+    """
+    if isinstance(pattern, tuple):
+        return any(matches(name, one) for one in pattern)
+    return not fnmatchcase(name, pattern[1:]) if pattern.startswith("!") else fnmatchcase(name, pattern)

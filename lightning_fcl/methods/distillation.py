@@ -13,11 +13,10 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.client import Client, Step, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method, for_output, masked, true_class, with_classes
-from lightning_fcl.methods.step import Step
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:

@@ -194,3 +194,11 @@ def as_input(module: nn.Module, x: Tensor) -> Tensor:
     """Samples as a module takes them: on its device and, if they are no whole numbers, of its parameters' type."""
     first = next(module.parameters(), x)
     return x.to(first.device, first.dtype if x.is_floating_point() else None)
+
+
+def stepped_by(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that an optimizer's next step moves, by name."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None and id(p) in stepped
+    }

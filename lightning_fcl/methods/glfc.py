@@ -18,12 +18,11 @@ from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, filled_rows
-from lightning_fcl.methods.client import Client, Server, remember, section
+from lightning_fcl.methods.client import Client, Server, Step, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import as_input, embeddings, entries_in, evaluating, predictions
 from lightning_fcl.methods.method import Method, class_mask, for_output, sample_size, true_class
-from lightning_fcl.methods.step import Step
 from lightning_fcl.randomness import seed_of
 
 _STEPS, _RATE = 50, 0.2  # by which a prototype is perturbed

@@ -15,12 +15,11 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import above, argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, remember, section, zeros
+from lightning_fcl.methods.client import Client, Step, remember, section, zeros
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.functional import trainable
+from lightning_fcl.methods.functional import stepped_by, trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.sample_gradients import mean_over_samples
-from lightning_fcl.methods.step import Step, stepped_by
 
 _SCALE = "scale"  # the entry of a memory that the importance is multiplied by
 

@@ -15,8 +15,8 @@ from lightning_fcl.errors import above, argument, at_least, share
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import MasksLogits
-from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.client import Client, Step, remember, section
+from lightning_fcl.methods.declaration import Needs, matches
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import finite_pairs, with_task
 from lightning_fcl.methods.fedvit import lowest_loss
@@ -24,7 +24,6 @@ from lightning_fcl.methods.functional import predictions, states_loss, trainable
 from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.sample_gradients import mean_over_samples
-from lightning_fcl.methods.step import Step, matches
 
 
 def attention_loss(

@@ -25,10 +25,9 @@ from lightning_fcl.federation.optimizer_state import (
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.functional import gradient_of, step_along, trainable
+from lightning_fcl.methods.functional import gradient_of, step_along, stepped_by, trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import flatten
-from lightning_fcl.methods.step import stepped_by
 
 
 @dataclass(eq=False)

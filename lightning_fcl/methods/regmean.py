@@ -14,11 +14,10 @@ from lightning_fcl.errors import argument, between
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.methods.averaging import MovesServer
 from lightning_fcl.methods.client import Client, Server, section, zeros
-from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.declaration import Needs, Pattern
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
 from lightning_fcl.methods.prototypes import SumOfSome
-from lightning_fcl.methods.step import Pattern
 from lightning_fcl.models.lora import AdaptedLinear
 
 _NONE = 1e-10  # of the largest eigenvalue, or what rounding makes of 0: what is smaller is no direction of the inputs

@@ -19,8 +19,8 @@ from lightning_fcl.data.attached import transfer_batch
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.methods.step import is_labelled
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.tasks.task import Task
 
