@@ -80,7 +80,7 @@ class Declaration:
     vectorizable: ClassVar[bool] = True
     """Whether clients that use it can train side by side.
 
-    Never where it projects; where it uploads, or trains parts, only if the class says so.
+    Never where it projects or trains parts; where it uploads, only if the class says so.
     """
 
     ends_undrawn: ClassVar[bool] = False
@@ -93,11 +93,11 @@ class Declaration:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        projects, needs = overrides(cls, "project"), cls.needs
+        projects, parts, needs = overrides(cls, "project"), overrides(cls, "trains"), cls.needs
         samples = needs.samples or projects or overrides(cls, "rehearse") or overrides(cls, "recall")
         cls.needs = replace(needs, samples=samples, labels=needs.labels or samples, loss=needs.loss or projects)
-        in_turn = (overrides(cls, "upload") or overrides(cls, "trains")) and "vectorizable" not in vars(cls)
-        cls.vectorizable = cls.vectorizable and not (projects or in_turn)
+        uploads = overrides(cls, "upload") and "vectorizable" not in vars(cls)
+        cls.vectorizable = cls.vectorizable and not (projects or parts or uploads)
 
     def __init__(self, clients: Clients = "all") -> None:
         self.clients = clients

@@ -48,6 +48,13 @@ class Uploading(Method):
         return own
 
 
+class Staging(Method):
+    vectorizable = True
+
+    def trains(self, client):
+        return "*.head.*"
+
+
 class Rehearsing(Method):
     def rehearse(self, client):
         return None
@@ -80,6 +87,7 @@ def test_a_method_overrides_what_it_or_its_parents_define():
         (Projecting, (False, True, True, True)),
         (Further, (False, True, True, True)),
         (Uploading, (False, False, False, False)),
+        (Staging, (False, False, False, False)),
         (Rehearsing, (True, False, True, True)),
         (Recalling, (True, False, True, True)),
         (type("Alone", (Method,), {"vectorizable": False}), (False, False, False, False)),
