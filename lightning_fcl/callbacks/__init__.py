@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from lightning_fcl.door import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_fcl.callbacks.base_session import BaseSession as BaseSession
     from lightning_fcl.callbacks.continual_metrics import ContinualMetrics as ContinualMetrics
     from lightning_fcl.callbacks.density import ActivationDensity as ActivationDensity
+    from lightning_fcl.callbacks.pretrain import BaseSession as BaseSession
     from lightning_fcl.callbacks.pretrain import Pretrain as Pretrain
     from lightning_fcl.callbacks.progress import FederatedProgressBar as FederatedProgressBar
     from lightning_fcl.methods import *  # noqa: F403

@@ -22,7 +22,7 @@ from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPrediction
 from lightning_fcl.federation.ranks import ALONE, share_by_client
 from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Predicts
+from lightning_fcl.methods.declaration import overriding
 from lightning_fcl.methods.driver import MethodDriver
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class ContinualMetrics(Callback):
         """Methods end their epoch first: what they do is measured."""
         callbacks = callbacks_of(trainer)
         behind = callbacks[callbacks.index(self) :]
-        ruling = [type(method).__name__ for method in methods_of(trainer) if isinstance(method, Predicts)]
+        ruling = [type(method).__name__ for method in overriding(methods_of(trainer), "predict")]
         if ruling and any(isinstance(callback, MethodDriver) for callback in behind):
             raise ValueError(
                 f"Expected `ContinualMetrics` behind `{ruling[0]}` among the callbacks of a plain Trainer, as that "

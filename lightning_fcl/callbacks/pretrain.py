@@ -1,21 +1,39 @@
-"""Pre-training: the server's model before the first round."""
+"""What trains a network before the first round: pre-training, and the base session with its frozen backbone."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import math
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_fcl.data.attached import need_stream
+from lightning_fcl.data.attached import callbacks_of, need_stream, refuse_transfer_hook, stream_of
 from lightning_fcl.data.data_module import TRANSFER_HOOKS
-from lightning_fcl.errors import at_least
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import above, argument, at_least, check_fields, one_of, require
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.hub.reading import reading
+from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.replay import Replay
+from lightning_fcl.models.quantization import freeze
+from lightning_fcl.randomness import seed_of, start_randomness
+from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.tasks.ridge import RidgeClassifier
 
 
 class Pretrain(Callback):
@@ -74,3 +92,226 @@ def fit_alone(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You defined a `validation_step`|The 'train_dataloader' does not have")
         own.fit(module, loader)
+
+
+_CALIBRATION = 256  # images, those of the base session first
+
+
+@dataclass(eq=False)
+class BaseSession(Callback):
+    """When a fit is set up: trains the network in one place, then freezes its backbone (Kröger et al.: session T0).
+
+    1. The whole network learns the stream's pre-training classes, with a classifier that is thrown away.
+    2. With a new classifier, of zeros, it learns the classes of the base session. Rows of classes that come later are
+       not touched: they start level.
+    3. Batch normalisation is folded, and the backbone frozen: in int8, calibrated on the images of steps 1 and 2, or in
+       fp32. What is left to train is ``model.head``.
+
+    A fit that is continued, and `test`, make the structure only; the checkpoint has the numbers. For devices to send
+    the head alone, give the strategy ``reductions={"model.backbone.*": "fixed"}``.
+
+    Args:
+        pretrain_epochs: Passes over the pre-training samples; 0 leaves step 1 out.
+        epochs: Passes over the base session's samples, at least 1.
+        lr: Learning rate of both, with AdamW and a cosine to zero.
+        weight_decay: Its weight decay.
+        batch_size: Images per step.
+        augment: Whether images are mirrored, and shifted by up to 4 pixels, at random.
+        backbone: ``"int8"`` or ``"float"``.
+        latents: Whether the backbone's maps of all samples are computed once, before the first round; the result is
+            the same, and `Replay` remembers maps.
+        cache: Folder where trained networks are kept for other runs that begin in the same way; None: none.
+
+    Raises:
+        ValueError: If an argument is out of range, the stream has no base session, or the network no two parts.
+
+    Example:
+        >>> BaseSession(epochs=60, backbone="int8").backbone
+        'int8'
+    """
+
+    pretrain_epochs: int = argument(40, at_least, 0)
+    epochs: int = argument(60, at_least, 1)
+    lr: float = argument(2e-3, above, 0)
+    weight_decay: float = 0.01
+    batch_size: int = argument(32, at_least, 2)  # for batch normalisation
+    augment: bool = True
+    backbone: Literal["int8", "float"] = argument("int8", one_of, ("int8", "float"))
+    latents: bool = False
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        callbacks = callbacks_of(trainer)
+        network, stream = self._network(pl_module, callbacks[: callbacks.index(self)]), stream_of(trainer)
+        if stream is not None:
+            # Maps of an earlier fit may be another network's.
+            stream.samples = stream.samples.unmapped or stream.samples
+        if getattr(network, "frozen", False):  # `freeze` marks it so
+            return  # of an earlier fit, which this one goes on from
+        if stage != "fit" or trainer.ckpt_path is not None:
+            self.freeze(network)
+            return
+        stream = self.check(pl_module, callbacks[: callbacks.index(self)], stream)
+        self._train(network, stream, trainer)
+        images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
+        self.freeze(network, images)
+        if isinstance(pl_module, RidgeClassifier):
+            with evaluating(network):
+                pl_module.on_base_session(*stream.take(stream.plan.base))
+
+    def check(
+        self, module: L.LightningModule, before: Sequence[Callback], stream: FederatedStream | None
+    ) -> FederatedStream:
+        """The stream, whose base session this can train; otherwise a ValueError. ``before``: callbacks before this."""
+        network = self._network(module, before)
+        if stream is None or not len(stream.plan.base):
+            raise ValueError(
+                'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
+                f"`datamodule` but got {stream}."
+            )
+        outputs = _classifier(network).out_features
+        if outputs < stream.num_classes:
+            raise ValueError(
+                f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
+                f"{outputs}. Raise the network's `num_classes`."
+            )
+        images = tuple(stream.take(stream.plan.base[:1])[0].shape[1:])
+        takes = tuple(getattr(network, "input_shape", images))
+        if images != takes:
+            raise ValueError(
+                f"Expected images of shape {takes}, as the network takes them, but the stream's are {images}. Set the "
+                "network's `image_size` and `channels`, or the data set's `size`."
+            )
+        refuse_transfer_hook(module, stream, type(self).__name__)
+        return stream
+
+    def _network(self, module: L.LightningModule, before: Sequence[Callback]) -> nn.Module:
+        early = [type(c).__name__ for c in before if isinstance(c, Replay) and c.base]
+        if self.latents and early:
+            raise ValueError(
+                f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
+                "remembers maps, but it stands before it. Change their order."
+            )
+        network = module.model if isinstance(module, Classifier | RidgeClassifier) else None
+        if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
+            raise ValueError(
+                f"Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
+                f"`{type(network).__name__}`."
+            )
+        return network
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.latents:
+            network: Any = pl_module.model
+            stream = need_stream(trainer)
+            stream.samples = stream.samples.mapped(network.latent, pl_module.device)
+
+    def _samples(self, stream: FederatedStream) -> tuple[IntArray, int]:
+        samples = stream.plan.pretrain if self.pretrain_epochs else stream.plan.pretrain[:0]
+        return samples, len(stream.plan.order) - stream.num_classes if stream.plan.order is not None else 0
+
+    def _train(self, network: nn.Module, stream: FederatedStream, outer: L.Trainer) -> None:
+        """Steps 1 and 2, or what the cache has of them."""
+        path = Path(self.cache) / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
+        if path is not None and path.is_file():
+            with reading(path, "to be a whole base session", "Delete it; the session is trained anew."):
+                network.load_state_dict(load_file(path))
+            return
+        samples, others = self._samples(stream)
+        own, head = _classifier(network), network.get_submodule("head")
+        with isolate_rng():
+            start_randomness(stream.seed, "base session")
+            if len(samples):
+                head.classifier = nn.Linear(own.in_features, others, dtype=own.weight.dtype)
+                self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others, outer)
+            head.classifier = own
+            nn.init.zeros_(own.weight)
+            nn.init.zeros_(own.bias)
+            classes = len(set(stream.y[stream.plan.base].tolist()))
+            self._fit(network, stream, stream.plan.base, self.epochs, 0, classes, outer)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Other processes may be at the same session.
+            write_whole(path, save({name: value.contiguous() for name, value in network.state_dict().items()}))
+
+    def _fit(
+        self,
+        network: nn.Module,
+        stream: FederatedStream,
+        indices: IntArray,
+        epochs: int,
+        first: int,
+        classes: int,
+        outer: L.Trainer,
+    ) -> None:
+        x, y = stream.take(indices)
+        samples = _Images(x, y - first, self.augment)
+        loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)
+        pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
+        training = network.training  # that of a readout's task never is
+        network.train()
+        fit_alone(pupil, loader, epochs, outer, shown=outer.progress_bar_callback is not None)
+        network.train(training).cpu()
+
+    def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:
+        freeze(network, self.backbone, images)
+
+    def _key(self, network: nn.Module, stream: FederatedStream) -> str:
+        digest = hashlib.sha256()
+        arguments = (self.pretrain_epochs, self.epochs, self.lr, self.weight_decay, self.batch_size, self.augment)
+        digest.update(repr((arguments, stream.seed, stream.num_classes, torch.__version__)).encode())
+        for indices in (self._samples(stream)[0], stream.plan.base):
+            for part in stream.take(indices):
+                digest.update(part.numpy().tobytes())
+        for name, value in network.state_dict().items():
+            digest.update(name.encode())
+            digest.update(value.numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+
+class _Images(Dataset[tuple[Tensor, Tensor]]):
+    """Labelled images, perhaps mirrored and shifted."""
+
+    def __init__(self, x: Tensor, y: Tensor, augment: bool) -> None:
+        v2 = require("torchvision.transforms.v2", "mirrors and shifts images")
+        self.x = x
+        self.y = y
+        mirrored_and_shifted = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(tuple(x.shape[2:]), padding=4)])
+        self.transform = mirrored_and_shifted if augment else nn.Identity()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(self.x[index]), self.y[index]
+
+
+class _Pupil(Classifier):
+    """The network on its first classes, with AdamW and a cosine to zero."""
+
+    def __init__(self, network: nn.Module, classes: int, lr: float, weight_decay: float, steps: int) -> None:
+        super().__init__(network, classes)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, : self.num_classes]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), self.lr, weight_decay=self.weight_decay)
+        cosine = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 * (1 + math.cos(math.pi * t / self.steps)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
+
+
+def _classifier(network: nn.Module) -> nn.Linear:
+    head: Any = network.head
+    if not isinstance(getattr(head, "classifier", None), nn.Linear):
+        raise ValueError(
+            "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is. Name the last layer so."
+        )
+    classifier: nn.Linear = head.classifier
+    return classifier

@@ -27,7 +27,7 @@ from lightning_fcl.evaluation.continual import Tasks, part_name
 from lightning_fcl.federation.protocol import MeasuresPredictions
 from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.methods.compose import methods_of, predicting
-from lightning_fcl.methods.declaration import Predicts
+from lightning_fcl.methods.declaration import overriding
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.trial import a_few, as_handed, aside, why_no_logits
 from lightning_fcl.tasks.classification import Classifier
@@ -311,7 +311,7 @@ def is_measured_by_step(module: L.LightningModule, stream: FederatedStream, samp
     if isinstance(module, MeasuresPredictions):
         return False
     name, has_step = type(module).__name__, _stage_of(module) is not None
-    ruling = [type(method).__name__ for method in methods_of(module.trainer) if isinstance(method, Predicts)]
+    ruling = [type(method).__name__ for method in overriding(methods_of(module.trainer), "predict")]
     why = why_no_logits(module, stream, samples, exact=has_step and not ruling and not isinstance(module, Task))
     if why is None or (has_step and not ruling):
         return why is not None

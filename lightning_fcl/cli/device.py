@@ -34,7 +34,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> None:
     """Print what a recipe needs, by its data where nothing else is said."""
-    from lightning_fcl.callbacks.base_session import BaseSession
+    from lightning_fcl.callbacks.pretrain import BaseSession
     from lightning_fcl.device.report import device_report, report_text
     from lightning_fcl.evaluation.files import write_whole
     from lightning_fcl.models.quantization import fold_batchnorm

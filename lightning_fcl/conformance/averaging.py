@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import Net, assert_close, assert_same, make, task_of, train, trial_stream
-from lightning_fcl.methods.client import Client
+from lightning_fcl.conformance.trial import Net, assert_close, assert_same, make, states, task_of, train, trial_stream
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.step import Step
 from lightning_fcl.models.lora import LoRA
 
 

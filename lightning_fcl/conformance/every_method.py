@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.conformance.statement import NotTriedError, states
-from lightning_fcl.conformance.trial import assert_same, make, rules_for, task_of, train
+from lightning_fcl.conformance.trial import NotTriedError, assert_same, make, rules_for, states, task_of, train
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.method import Method
 

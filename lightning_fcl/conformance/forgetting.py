@@ -12,13 +12,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.conformance.averaging import is_fedavg_in
-from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import CLASSES, assert_same, make, state_distance, train, trial_stream
+from lightning_fcl.conformance.trial import CLASSES, assert_same, make, state_distance, states, train, trial_stream
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.step import Step
 
 _SEEDS = range(4)
 

@@ -8,8 +8,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_fcl.conformance.statement import states
-from lightning_fcl.conformance.trial import CLASSES, Net, assert_close, make, task_of, train, trial_stream
+from lightning_fcl.conformance.trial import CLASSES, Net, assert_close, make, states, task_of, train, trial_stream
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.methods.method import Method
 

@@ -1,8 +1,9 @@
-"""A small federation in double precision, in which a method is tried, and how its outcomes are compared."""
+"""A statement about a method, the small federation in double precision that tries it, and how outcomes are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -10,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_fcl.conformance.statement import Kind, NotTriedError
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.stream import FederatedStream
@@ -18,6 +18,44 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.models.quantization import quietly
 from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
+
+Kind = type[Method] | type[L.LightningModule]
+
+
+class NotTriedError(Exception):
+    """A statement cannot be tried on a class, and why."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What holds of every implementation of a method.
+
+    Args:
+        claim: Whose statement it is: the method's name; "Method": of every method.
+        says: The statement, a sentence.
+        check: Tries it on a class.
+    """
+
+    claim: str
+    says: str
+    check: Callable[[Any], None]
+
+    def __str__(self) -> str:
+        return f"{self.claim}: {self.says}"
+
+
+STATEMENTS: list[Statement] = []
+
+
+def states(claim: str, says: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Make a function that tries a class a statement, of one claim."""
+
+    def keep(check: Callable[[Any], None]) -> Callable[[Any], None]:
+        STATEMENTS.append(Statement(claim, says, check))
+        return check
+
+    return keep
+
 
 CLASSES, FEATURES = 6, 8
 ROUNDING = 1e-9

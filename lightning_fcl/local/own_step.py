@@ -26,9 +26,9 @@ from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.recorded import Line, Measured, Recorder
 from lightning_fcl.local.sequential import explain
 from lightning_fcl.local.stacked import StackedTrainer
+from lightning_fcl.methods.client import is_labelled, without_call
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.random_layers import KeyedRandomness
-from lightning_fcl.methods.step import is_labelled, without_call
 
 
 class StepTrainer(StackedTrainer):

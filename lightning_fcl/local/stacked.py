@@ -21,12 +21,11 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
 from lightning_fcl.local.sequential import client_keys, step_keys
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import Recalled, compose
-from lightning_fcl.methods.declaration import Declaration, Recalls, client_of, overrides, shapes_loss
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, states_loss, teacher_of
 from lightning_fcl.methods.random_layers import without_advancing
-from lightning_fcl.methods.step import Step
 
 
 class StackedClients:
@@ -295,7 +294,7 @@ def by_columns(matrices: Tensor) -> Tensor:
 
 def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: Sequence[Memory]) -> None:
     """Refuse memories of which a step would see what all clients have, and not what some have."""
-    if isinstance(method, Recalls) or overrides(method, "rehearse"):
+    if overrides(method, "recall") or overrides(method, "rehearse"):
         return  # samples, of which each client may have another number
     shapes = [{name: value.shape for name, value in memory.items()} for memory in memories]
     for part, other in zip(clients, shapes, strict=True):
@@ -311,7 +310,7 @@ def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: 
 def stack_common(rows: Sequence[Memory]) -> Memory:
     """Several clients' memories as one: the entries that all have, of equal shapes, every one of shape (clients, ...).
 
-    Remembered samples, of which each client may have another number, are brought to a step by `Recalls`.
+    Remembered samples, of which each client may have another number, are brought to a step by `Recalled`.
     """
     common = [name for name in rows[0] if all(name in row and row[name].shape == rows[0][name].shape for row in rows)]
     return {name: torch.stack([row[name] for row in rows]) for name in common}

@@ -35,9 +35,9 @@ from lightning_fcl.local.precision import StackedPrecision
 from lightning_fcl.local.recorded import METRIC, Line, Measured, Recorder
 from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.local.trial import RANDOM, copy_of, generators, held, samples_of_two, unlike
+from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.random_layers import KeyedRandomness
-from lightning_fcl.methods.step import is_labelled
 from lightning_fcl.methods.trial import as_handed
 
 _STEPS = 3

@@ -1,18 +1,30 @@
-"""What methods share that correct a mean of uploads, as SCAFFOLD, FedDyn, FedNova, FOT and RegMean do."""
+"""Clients that drift apart, and what corrects a mean of their uploads: FedProx, SCAFFOLD, FedDyn and FedNova."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
+import torch
+from torch import Tensor
 
-from lightning_fcl.errors import quoted
-from lightning_fcl.federation.aggregation import Reduction, State, reductions_of
+from lightning_fcl.data.attached import need_stream
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import argument, at_least, quoted
+from lightning_fcl.federation.aggregation import Reduction, Rules, State, reductions_of
+from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.fedbuff import FedBuff
+from lightning_fcl.federation.optimizer_state import settings_of
 from lightning_fcl.federation.protocol import federation_of, need_federation
+from lightning_fcl.federation.reductions import Changes
+from lightning_fcl.methods.client import Client, Server, Step, remember, section, zeros
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Needs, overrides
+from lightning_fcl.methods.declaration import Needs, overriding
+from lightning_fcl.methods.functional import trainable
+from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
 
 
@@ -25,7 +37,7 @@ def reductions_in_use(module: L.LightningModule) -> dict[str, Reduction]:
 def averaged_parameters(module: L.LightningModule) -> State:
     """The trainable parameters that a federation's clients receive and send, by name; its own stay with each."""
     of = reductions_in_use(module)
-    return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and of[n].up and of[n].down}
+    return {name: p.detach() for name, p in trainable(module).items() if of[name].up and of[name].down}
 
 
 def gradient_weight(group: Mapping[str, Any], steps: int) -> float:
@@ -45,16 +57,6 @@ def gradient_weight(group: Mapping[str, Any], steps: int) -> float:
     return total
 
 
-def need_uniform_weights(trainer: L.Trainer, name: str) -> None:
-    """Refuse a federation in whose mean some clients weigh more than others."""
-    federation = need_federation(trainer, name, "it has no clients")
-    if federation.server.client_weights != "uniform" and len(federation.stream.plan.clients) > 1:
-        raise ValueError(
-            f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
-            f"{federation.server.client_weights!r}. Give it to the strategy."
-        )
-
-
 class MovesServer(Method):
     """A method of all clients whose `server_turn` moves the model on from the mean of uploads."""
 
@@ -63,7 +65,7 @@ class MovesServer(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = need_federation(trainer, type(self).__name__, self.needs.federation)
         methods = methods_of(trainer)
-        before = [type(one).__name__ for one in methods[: methods.index(self)] if overrides(one, "server_turn")]
+        before = [type(one).__name__ for one in overriding(methods[: methods.index(self)], "server_turn")]
         unfit = {
             f"`clients={self.clients}`": self.clients != "all",
             "a `Swarm` whose nodes may miss it": federation.participation.may_miss,
@@ -76,3 +78,200 @@ class MovesServer(Method):
                 f"Expected a server that goes to the mean of what all clients have trained from its model, for "
                 f"`{type(self).__name__}`, which moves it from there, but got {got}. Leave one out."
             )
+
+
+def proximal_term(params: Mapping[str, Tensor], server: Mapping[str, Tensor]) -> Tensor:
+    """Half the squared distance between parameters and the server's, over the entries of ``params``."""
+    return 0.5 * torch.stack([(value - server[name]).pow(2).sum() for name, value in params.items()]).sum()
+
+
+@dataclass(eq=False)
+class FedProx(Method):
+    """Every step: adds ``mu / 2 * ||w - w_server||^2`` (Li et al. 2020, equation 2).
+
+    Args:
+        mu: Weight of the proximal term, at least 0; 0 is FedAvg.
+        part: Shell-style pattern of the parameters that it holds, as in ``"head.*"``.
+
+    Raises:
+        ValueError: If ``mu`` is negative or ``part`` matches no trainable parameter.
+
+    Example:
+        >>> FedProx(mu=0.1).mu
+        0.1
+    """
+
+    mu: float = argument(0.1, at_least, 0)
+    part: str = "*"
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if self.mu == 0:
+            return 0.0
+        params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.part)}
+        if not params:
+            raise ValueError(f"Expected `part` to match a trainable parameter but `{self.part}` matches none.")
+        return self.mu * proximal_term(params, step.server)
+
+
+@dataclass(eq=False)
+class SCAFFOLD(Method):
+    """Every step: adds to a client's gradient what it lacks of all clients' (Karimireddy et al. 2020, Algorithm 1).
+
+    ``y <- y - lr * (g(y) - c_i + c)`` (equation 3), with control variates c of the server and c_i of the client, which
+    begin at 0. After its K steps a client keeps ``c_i - c + (x - y) / (K * lr)`` as its c_i (equation 4, option II; x
+    is the model that it has received), and sends its change, divided by the number of the stream's clients, beside the
+    model; the server adds it to c (equation 5). So both ways carry twice what FedAvg's do. A client that is not drawn
+    keeps its c_i. With momentum K is the `gradient_weight` of the steps; parameters that stay with the clients have no
+    variates. The paper's global step size is that of ``server_optimizer``.
+
+    In later experiences a client begins anew: its c_i is 0, and of c it takes what has come since its first download in
+    the experience, which it keeps beside c_i. The paper has one task. Without this, c would hold on to the gradients of
+    clients without samples of the experience, which nobody takes back, and all others would drift by them.
+
+    Raises:
+        ValueError: If there is no federation of uniform ``client_weights``, or no SGD at one learning rate in a round.
+
+    Example:
+        >>> SCAFFOLD().vectorizable
+        True
+    """
+
+    needs: ClassVar[Needs] = Needs(
+        uniform=True, federation="a single client's gradients lack nothing. Remove `SCAFFOLD`"
+    )
+    reductions: ClassVar[Rules] = {"c.*": Changes(), "clients": "download"}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        settings = settings_of(trainer.optimizers[0])
+        scheduled = need_federation(trainer, "SCAFFOLD", "").scheduled
+        alike = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
+        if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not alike:
+            raise ValueError(
+                "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients off its "
+                f"moves, but got {settings}{', scheduled by step' * scheduled}. Use SGD, and schedules by round."
+            )
+
+    def server_state(self, module: L.LightningModule) -> State:
+        clients = torch.tensor(float(len(need_stream(module.trainer).plan.clients)))
+        return {**remember(zeros(averaged_parameters(module)), "c"), "clients": clients}
+
+    def on_download(self, client: Client) -> Memory:
+        experience = client.part.experience
+        if client.memory and client.memory["experience"] == experience:
+            return client.memory
+        c = section(client.shared, "c")
+        begun = c if experience else zeros(c)
+        return {"experience": torch.tensor(experience), **remember(zeros(c), "c"), **remember(begun, "begun")}
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        lacking = {name: value for name, value in self._lacking(client).items() if name in step.params}
+        return summed([(value * step.params[name]).sum() for name, value in lacking.items()], step.params)
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        number = client.shared["clients"]
+        return {name: (c - client.memory[name]) / number for name, c in self._variates(client, own).items()}
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        return client.memory if client.missed else {**client.memory, **self._variates(client, own)}
+
+    def _lacking(self, client: Client) -> State:
+        """What a client's gradients lack of all clients': c - c_i."""
+        own, begun = section(client.memory, "c"), section(client.memory, "begun")
+        return {name: value - begun[name] - own[name] for name, value in section(client.shared, "c").items()}
+
+    def _variates(self, client: Client, own: State) -> Memory:
+        """The client's variates after its training."""
+        group = client.module.trainer.optimizers[0].param_groups[0]
+        distance, start = group["lr"] * gradient_weight(group, client.steps), client.server
+        lacking = self._lacking(client).items()
+        return remember({name: (start[name] - own[name]) / distance - value for name, value in lacking}, "c")
+
+
+@dataclass(eq=False)
+class FedDyn(MovesServer):
+    """Every step: a proximal term, and a linear one that remembers where the client wants to go (Acar et al. 2021).
+
+    ``task loss - <g_k, w> + alpha / 2 * ||w - w_server||^2`` (equation 1), where g_k is minus alpha times the sum of
+    how far the client's rounds have moved w, ``w_k - w_server``. The server goes to the mean of the uploads, plus the
+    sum of all these ways so far divided by the number of the stream's clients: ``- h / alpha`` of Algorithm 1. Where
+    nobody moves any more, the g_k are the gradients of the clients' losses and add up to 0. A client keeps g_k, and
+    sends what FedAvg sends. Parameters that stay with the clients are left alone.
+
+    Args:
+        alpha: Weight of both terms, at least 0; 0 is FedAvg.
+
+    Raises:
+        ValueError: If ``alpha`` is negative, or no server goes to the uniform mean of what clients have made of it.
+
+    Example:
+        >>> FedDyn(alpha=0.1).alpha
+        0.1
+    """
+
+    needs: ClassVar[Needs] = replace(MovesServer.needs, uniform=True)
+    reductions: ClassVar[Rules] = {"*": "fixed"}
+
+    alpha: float = argument(0.01, at_least, 0)
+
+    def server_state(self, module: L.LightningModule) -> State:
+        return zeros(averaged_parameters(module)) if self.alpha else {}
+
+    def on_download(self, client: Client) -> Memory:
+        return client.memory or remember(zeros(client.shared), "way")
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if self.alpha == 0:
+            return 0.0
+        way = section(client.memory, "way")
+        params = {name: value for name, value in step.params.items() if name in way}
+        linear = summed(((way[name] * value).sum() for name, value in params.items()), step.params)
+        return self.alpha * (linear + proximal_term(params, step.server))
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        ways = section(client.memory, "way").items()
+        return {f"way.{name}": way + (own[name] - client.server[name]) for name, way in ways}
+
+    def server_turn(self, server: Server) -> State:
+        """The mean, and all ways so far: those of this round are, over all clients, ``share`` of the mean's."""
+        for name, way in server.kept.items():
+            server.kept[name] = way.add(server.state[name] - server.begun[name], alpha=server.share)
+        return {name: server.state[name] + way for name, way in server.kept.items()}
+
+
+@dataclass(eq=False)
+class FedNova(MovesServer):
+    """Every round: clients send their mean step, so many steps are no more votes (Wang et al. 2020, arXiv 2007.07481).
+
+    A client uploads ``x + (y - x) / tau_k``, x being what it has received, y what its training has left, and tau_k the
+    `gradient_weight` of its steps. The server goes ``tau`` times as far as their mean, where ``tau`` is the mean of
+    the tau_k, by the same weights: ``x + tau * sum_k p_k (y_k - x) / tau_k``. Where all take equally many steps that
+    is FedAvg, which else finds the minimum of the losses weighted by ``p_k tau_k``. A client keeps nothing, and sends
+    one number more than for FedAvg. Parameters that stay with the clients, and buffers, are left alone.
+
+    Raises:
+        ValueError: If no server goes to the mean of what all clients of a round have trained from its model.
+
+    Example:
+        >>> FedNova().reductions
+        {}
+    """
+
+    vectorizable: ClassVar[bool] = True
+
+    def server_state(self, module: L.LightningModule) -> State:
+        return {"tau": torch.ones(())}
+
+    def upload(self, client: Client, own: State) -> State:
+        start, tau = client.server, _tau(client)
+        return {**own, **{n: start[n] + (own[n] - start[n]) / tau for n in averaged_parameters(client.module)}}
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        return {"tau": torch.tensor(_tau(client))}
+
+    def server_turn(self, server: Server) -> State:
+        mean, begun = averaged_parameters(server.module), server.begun
+        return {name: begun[name] + server.kept["tau"] * (value - begun[name]) for name, value in mean.items()}
+
+
+def _tau(client: Client) -> float:
+    return gradient_weight(client.module.trainer.optimizers[0].param_groups[0], client.steps)

@@ -1,19 +1,22 @@
-"""What a method sees of a client, and of the server."""
+"""What a method sees of a client, of its steps, and of the server."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation
+from lightning_fcl.methods.functional import LossOf, OutputOf
 from lightning_fcl.randomness import seed_of
 
 
@@ -89,6 +92,11 @@ class Client:
         return section(self.server, self._section)
 
     @property
+    def enters_experience(self) -> bool:
+        """Whether the ``experience`` in its memory, if there is any, is an earlier one."""
+        return self.part.experience > int(self.memory.get("experience", -1))
+
+    @property
     def generator(self) -> torch.Generator:
         """Draws whatever is random when its round ends."""
         if self._generator is None:
@@ -98,6 +106,63 @@ class Client:
             )
             self._generator = torch.Generator().manual_seed(seed)
         return self._generator
+
+
+def _elsewhere(x: Any, *others: object, **more: object) -> Tensor:
+    raise RuntimeError("Expected a step of a module, which has outputs on other samples, too, but got one of none.")
+
+
+@dataclass
+class Step:
+    """One optimisation step of one client, as a method sees it.
+
+    Args:
+        params: The student's trainable parameters by name, part of the graph.
+        server: The state that the client received at the start of the round.
+        x: The batch's inputs, shape (batch, ...).
+        output: The student's output on ``x``, shape (batch, classes).
+        predict: ``predict(state, x)``: a teacher, the module with another state, in evaluation mode, without gradient.
+        outputs: ``outputs(x)``: the student's output on other samples, part of the graph.
+        features: ``features(x)``: what the module's `embed` makes of them, likewise.
+        loss_of: ``loss_of(x, y)``: the mean task loss on other samples, in the module's present mode.
+        weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
+        y: The batch's targets, shape (batch, ...); None where the batch is no pair.
+        recalled: Remembered samples that were drawn for this step, as `Method.recall` names them, each of shape
+            (recall_size, ...); empty where nothing is remembered yet.
+        recalled_weight: 1 where there are recalled samples, else 0.
+    """
+
+    params: Mapping[str, Tensor]
+    server: Mapping[str, Tensor]
+    x: Any
+    output: Tensor
+    predict: Callable[[Mapping[str, Tensor], Any], Tensor]
+    outputs: OutputOf = _elsewhere
+    features: OutputOf = _elsewhere
+    loss_of: LossOf = _elsewhere
+    weight: Tensor | None = None
+    y: Tensor | None = None
+    recalled: Mapping[str, Tensor] | None = None
+    recalled_weight: Tensor | float = 0.0
+    _why: str = field(default="", repr=False)  # there is no batch
+
+    def without_batch(self, why: str) -> Step:
+        """The same step without ``x`` and ``output``; who asks for them all the same gets a RuntimeError."""
+        other = copy.copy(self)
+        del other.x, other.output
+        other._why = why
+        return other
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name in ("x", "output"):
+                raise RuntimeError(self._why)
+            raise AttributeError(name)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of per-sample ``values``, shape (batch,), over the batch's real samples."""
+        return values.mean() if self.weight is None else (values * self.weight).sum()
 
 
 @dataclass(frozen=True)
@@ -137,6 +202,16 @@ def section(memory: Mapping[str, Tensor], prefix: str) -> State:
     return {name[len(prefix) + 1 :]: value for name, value in memory.items() if name.startswith(f"{prefix}.")}
 
 
+def zeros(state: Mapping[str, Tensor]) -> State:
+    """Zeros in place of a state's numbers.
+
+    Example:
+        >>> zeros({"w": torch.ones(1)})
+        {'w': tensor([0.])}
+    """
+    return {name: torch.zeros_like(value) for name, value in state.items()}
+
+
 def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:
     """A copy of a state as entries of a memory below ``prefix``.
 
@@ -145,3 +220,15 @@ def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:
         {'own.w': tensor([1.])}
     """
     return {f"{prefix}.{name}": value.detach().clone() for name, value in state.items()}
+
+
+def without_call(module: nn.Module) -> str:
+    """Why a step has no ``x`` and ``output``, with a place for the name of the method that asks for them."""
+    return (
+        f"Expected `{type(module).__name__}.training_step` to call `self(x)`, whose output `%s` needs, but it did not."
+    )
+
+
+def is_labelled(batch: Batch) -> bool:
+    """Whether a batch is a pair of inputs and a tensor of targets."""
+    return isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)

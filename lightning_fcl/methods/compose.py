@@ -18,10 +18,9 @@ from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import federation_of, need_federation
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.declaration import Declaration, Predicts, Recalls, SetsEpochs, TrainsParts, overrides
-from lightning_fcl.methods.functional import states_loss
-from lightning_fcl.methods.step import Step, matches
+from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.declaration import Declaration, matches, overrides, overriding
+from lightning_fcl.methods.functional import states_loss, trainable
 from lightning_fcl.randomness import Keys, numbers
 
 
@@ -32,13 +31,13 @@ def methods_of(trainer: L.Trainer) -> list[Declaration]:
 
 def check_compatible(methods: Sequence[Declaration]) -> None:
     """Refuse methods that cannot work together."""
-    for does, found in (
-        ("weighs the task loss", [method for method in methods if overrides(method, "task_weight")]),
-        ("changes the gradient", [method for method in methods if overrides(method, "project")]),
-        ("predicts by a rule of its own", [method for method in methods if isinstance(method, Predicts)]),
-        ("trains parts of the module in stages", [method for method in methods if isinstance(method, TrainsParts)]),
+    for does, function in (
+        ("weighs the task loss", "task_weight"),
+        ("changes the gradient", "project"),
+        ("predicts by a rule of its own", "predict"),
+        ("trains parts of the module in stages", "trains"),
     ):
-        names = [*dict.fromkeys(type(method).__name__ for method in found)]
+        names = [*dict.fromkeys(type(method).__name__ for method in overriding(methods, function))]
         if len(names) > 1:
             raise ValueError(f"Expected at most one method that {does} but got {' and '.join(names)}. Remove one.")
     names = [type(method).__name__ for method in methods]
@@ -60,15 +59,23 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
     if needs.loss:
         states_loss(module, f" for `{name}`")
     federation = need_federation(trainer, name, needs.federation) if needs.federation else None
-    if federation is None or not needs.head:
+    if federation is None:
+        return
+    weights = federation.server.client_weights
+    if needs.uniform and weights != "uniform" and len(federation.stream.plan.clients) > 1:
+        raise ValueError(
+            f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
+            f"{weights!r}. Give it to the strategy."
+        )
+    if not needs.head:
         return
     head: str = vars(method)["head"]
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-    chosen = sorted(name for name in trainable if matches(name, head))
-    if not chosen or len(chosen) == len(trainable):
+    learning = trainable(module)
+    chosen = sorted(name for name in learning if matches(name, head))
+    if not chosen or len(chosen) == len(learning):
         raise ValueError(
             f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(chosen)} of "
-            f"{len(trainable)}: {', '.join(sorted(trainable)[:3])}, ..."
+            f"{len(learning)}: {', '.join(sorted(learning)[:3])}, ..."
         )
     reductions = reductions_of(module, federation.strategy.rules)
     for name in chosen:
@@ -107,10 +114,10 @@ ClientOf = Callable[[Declaration, ClientRound], Client]
 
 def epochs_of(methods: Sequence[Declaration], client_of: ClientOf, usual: int) -> int | Callable[[ClientRound], int]:
     """A client's passes over its data in a round, as the first method says that has a say."""
-    saying = [(method, method.local_epochs) for method in methods if isinstance(method, SetsEpochs)]
+    saying = overriding(methods, "local_epochs")
 
     def local_epochs_in(part: ClientRound) -> int:
-        said = (local_epochs(client_of(method, part)) for method, local_epochs in saying)
+        said = (method.local_epochs(client_of(method, part)) for method in saying)
         return next((epochs for epochs in said if epochs is not None), usual)
 
     return local_epochs_in if saying else usual
@@ -118,7 +125,7 @@ def epochs_of(methods: Sequence[Declaration], client_of: ClientOf, usual: int) -
 
 def rehearsed_by(methods: Sequence[Declaration], client_of: ClientOf) -> Callable[[ClientRound], Any] | None:
     """A client's remembered samples, nested as its batches are; None where no method has any."""
-    rehearsing = [method for method in methods if overrides(method, "rehearse")]
+    rehearsing = overriding(methods, "rehearse")
 
     def remembered_by(part: ClientRound) -> Any:
         remembered = [method.rehearse(client_of(method, part)) for method in rehearsing if method.applies_to(part)]
@@ -142,7 +149,7 @@ class Recalled:
         self._sizes: dict[str, int] = {}
         self._drawn: Counter[str] = Counter()
         for i, method in enumerate(methods):
-            if keys is not None and isinstance(method, Recalls):
+            if keys is not None and overrides(method, "recall"):
                 self.pools[method.section] = [method.recall(each[i]) for each in clients]
                 self._keys[method.section] = keys(method.section)
                 self._sizes[method.section] = method.recall_size
@@ -170,16 +177,16 @@ class Recalled:
 @contextmanager
 def predicting(module: L.LightningModule) -> Iterator[None]:
     """Let a module predict by the rule of a method of its Trainer, if one has a rule, in place of its own output."""
-    ruling = [(method, method.predict) for method in methods_of(module.trainer) if isinstance(method, Predicts)]
+    ruling, federation = overriding(methods_of(module.trainer), "predict"), federation_of(module.trainer)
     if not ruling:
         yield
         return
-    (method, predict), federation = ruling[0], federation_of(module.trainer)
+    method = ruling[0]
     server = federation.server.kept_for(method.section) if federation is not None else method.server_entries
     server = server or method.server_state(module)
 
     def rule(hooked: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return predict(server, module, args[0], output)
+        return method.predict(server, module, args[0], output)
 
     handle = module.register_forward_hook(rule)
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
 import torch
@@ -18,12 +19,14 @@ from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client, Server
+from lightning_fcl.methods.client import Client, Server, Step, is_labelled
 from lightning_fcl.methods.functional import GradientOf
-from lightning_fcl.methods.step import Pattern, Step, is_labelled
 from lightning_fcl.randomness import global_seed, keys_of
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
+
+Pattern = str | tuple[str, ...]
+"""Some of a module's entries: shell-style patterns. One that begins with "!" is all entries but those of the rest."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Needs:
         samples: `Method.end_round` and `Method.contribute` look at the round's samples.
         federation: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
         head: Entries that match the method's argument ``head`` stay with the clients, in a federation.
+        uniform: All clients weigh alike in the federation's means.
 
     Example:
         >>> Needs(labels=True, federation="it has no clients").samples
@@ -51,6 +55,7 @@ class Needs:
     samples: bool = False
     federation: str = ""
     head: bool = False
+    uniform: bool = False
 
 
 @dataclass(eq=False, init=False)
@@ -60,9 +65,6 @@ class Declaration:
     Subclass `Method`, which Lightning takes for a callback. The functions run in a plain Trainer (a round is an epoch,
     the server's model is the model at its start), in a federation one client at a time, and vectorised over a cohort of
     clients. What one client's training leaves in the method itself, `begin` forgets.
-
-    A method may have further functions, each of which is looked for: `SetsEpochs`, `TrainsParts`, `Recalls`, `Uploads`,
-    `Personalizes` and `Predicts`.
 
     A subclass is a dataclass whose fields are its arguments, checked as `lightning_fcl.errors.argument` declares them,
     or has a constructor of its own.
@@ -76,7 +78,10 @@ class Declaration:
     """What it cannot work without. Samples always where it overrides `rehearse` or `project` or recalls."""
 
     vectorizable: ClassVar[bool] = True
-    """Whether clients that use it can train side by side; never where it projects, nor where it uploads unless told."""
+    """Whether clients that use it can train side by side.
+
+    Never where it projects or trains parts; where it uploads, only if the class says so.
+    """
 
     ends_undrawn: ClassVar[bool] = False
     """Whether `end_round` also runs for clients that were not drawn for the last round of their experience."""
@@ -88,11 +93,11 @@ class Declaration:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        projects, needs = overrides(cls, "project"), cls.needs
-        samples = needs.samples or projects or overrides(cls, "rehearse") or hasattr(cls, "recall")
+        projects, parts, needs = overrides(cls, "project"), overrides(cls, "trains"), cls.needs
+        samples = needs.samples or projects or overrides(cls, "rehearse") or overrides(cls, "recall")
         cls.needs = replace(needs, samples=samples, labels=needs.labels or samples, loss=needs.loss or projects)
-        uploads = hasattr(cls, "upload") and "vectorizable" not in vars(cls)
-        cls.vectorizable = cls.vectorizable and not (projects or uploads)
+        uploads = overrides(cls, "upload") and "vectorizable" not in vars(cls)
+        cls.vectorizable = cls.vectorizable and not (projects or parts or uploads)
 
     def __init__(self, clients: Clients = "all") -> None:
         self.clients = clients
@@ -184,6 +189,51 @@ class Declaration:
         """
         return client.memory
 
+    # What is rare.
+
+    def local_epochs(self, client: Client) -> int | None:
+        """Passes over the client's data in this round; None: as many as the strategy says."""
+        return None
+
+    def trains(self, client: Client) -> Pattern | None:
+        """The entries that learn in ``client.local_epoch``; None: all.
+
+        The rest is frozen to the bit: its parameters get no gradient, its layers keep their statistics.
+        """
+        return None
+
+    @property
+    def recall_size(self) -> int:
+        """How many of the samples that `recall` gives are drawn for each step, with replacement."""
+        return 0
+
+    def recall(self, client: Client) -> Mapping[str, Tensor]:
+        """Remembered samples of which `recall_size` are drawn for every step, by name, each of shape (n, ...).
+
+        Empty where nothing is remembered yet. `Step.recalled` has those that were drawn.
+        """
+        return {}
+
+    def upload(self, client: Client, own: State) -> State:
+        """What a client uploads in place of the state ``own`` that its local training ended with, which it keeps.
+
+        Where clients train one at a time, as they do unless the class says ``vectorizable = True``, the client's state
+        is in the module.
+        """
+        return own
+
+    def personalize(self, client: Client, state: State) -> State:
+        """The state that a client predicts with; ``state``, what it would begin a round with, for no change."""
+        return state
+
+    def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
+        """Scores of classes, shape (batch, classes), by a rule of the method's own; ``output`` itself for no rule.
+
+        The module is in evaluation mode, with the state that predicts; ``output`` is what it makes of ``x``, ``server``
+        what the server keeps for the method.
+        """
+        return output
+
     def leave(self, module: L.LightningModule) -> None:
         """The fit has ended, or failed: undo what the method has changed in the module."""
 
@@ -243,71 +293,6 @@ class Declaration:
         self._client = client
 
 
-@runtime_checkable
-class SetsEpochs(Protocol):
-    """A method that says how long clients train."""
-
-    def local_epochs(self, client: Client) -> int | None:
-        """Passes over the client's data in this round; None: as many as the strategy says."""
-
-
-@runtime_checkable
-class TrainsParts(Protocol):
-    """A method that trains a part of the module at a time."""
-
-    def trains(self, client: Client) -> Pattern | None:
-        """The entries that learn in ``client.local_epoch``; None: all.
-
-        The rest is frozen to the bit: its parameters get no gradient, its layers keep their statistics.
-        """
-
-
-@runtime_checkable
-class Recalls(Protocol):
-    """A method that draws remembered samples for every step."""
-
-    recall_size: int
-    """How many are drawn, with replacement."""
-
-    def recall(self, client: Client) -> Mapping[str, Tensor]:
-        """Those it draws from, by name, each of shape (n, ...); empty where nothing is remembered yet.
-
-        `Step.recalled` has those that were drawn.
-        """
-
-
-@runtime_checkable
-class Uploads(Protocol):
-    """A method whose clients send something else than what they have trained."""
-
-    def upload(self, client: Client, own: State) -> State:
-        """What a client uploads in place of the state ``own`` that its local training ended with, which it keeps.
-
-        Where clients train one at a time, as they do unless the class says ``vectorizable = True``, the client's state
-        is in the module.
-        """
-
-
-@runtime_checkable
-class Personalizes(Protocol):
-    """A method whose clients predict with a model of their own."""
-
-    def personalize(self, client: Client, state: State) -> State:
-        """The state that a client predicts with; ``state``, what it would begin a round with, for no change."""
-
-
-@runtime_checkable
-class Predicts(Protocol):
-    """A method that predicts by a rule of its own."""
-
-    def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """Scores of classes, shape (batch, classes); ``output`` itself for no rule.
-
-        The module is in evaluation mode, with the state that predicts; ``output`` is what it makes of ``x``, ``server``
-        what the server keeps for the method.
-        """
-
-
 def client_of(
     method: Declaration,
     module: L.LightningModule,
@@ -327,6 +312,11 @@ def overrides(method: Declaration | type[Declaration], function: str) -> bool:
     return own is not getattr(Declaration, function)
 
 
+def overriding(methods: Iterable[Declaration], function: str) -> list[Declaration]:
+    """The methods that have a function of their own."""
+    return [method for method in methods if overrides(method, function)]
+
+
 def remembers(method: Declaration, client_round: ClientRound) -> bool:
     """Whether a client keeps a memory for a method: who never uses it has none."""
     return isinstance(method.clients, str) or client_round.client in method.clients
@@ -335,3 +325,15 @@ def remembers(method: Declaration, client_round: ClientRound) -> bool:
 def shapes_loss(method: Declaration, client: Client) -> bool:
     """Whether a method changes the loss at all."""
     return overrides(method, "penalty") or method.task_weight(client) != 1
+
+
+def matches(name: str, pattern: Pattern) -> bool:
+    """Whether an entry is one of a pattern's.
+
+    Example:
+        >>> [matches(name, "!model.head.*") for name in ("model.body.weight", "model.head.weight")]
+        [True, False]
+    """
+    if isinstance(pattern, tuple):
+        return any(matches(name, one) for one in pattern)
+    return not fnmatchcase(name, pattern[1:]) if pattern.startswith("!") else fnmatchcase(name, pattern)

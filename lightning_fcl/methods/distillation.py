@@ -1,4 +1,4 @@
-"""Distillation against forgetting: LwF, FLwF and FLwF-2T."""
+"""Distillation from the server's model and from earlier ones: LwF, FLwF, FLwF-2T, FedNTD; and MOON, of features."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.client import Client, Step, remember, section
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.method import Method, masked, padded, with_classes
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.functional import embeddings
+from lightning_fcl.methods.method import Method, for_output, masked, true_class, with_classes
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
@@ -146,23 +146,20 @@ class LwF(Method):
     teacher: Literal["own", "server"] = argument("own", one_of, ("own", "server"))
 
     def on_download(self, client: Client) -> Memory:
-        memory, experience = client.memory, torch.tensor(client.part.experience)
-        if not memory:
-            nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
-            memory = {"experience": experience, "seen": nothing, "old": nothing, **remember(client.server, "teacher")}
-            memory |= self._latest(client.server)
-        if experience > memory["experience"]:
-            teacher = section(memory, "latest") if self.teacher == "own" else client.server
-            memory = {**memory, "experience": experience, "old": memory["seen"], **remember(teacher, "teacher")}
-        return memory
+        if not client.enters_experience:
+            return client.memory
+        nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
+        memory = client.memory or {"seen": nothing, **self._latest(client.server)}
+        teacher = section(memory, "latest") if self.teacher == "own" else client.server
+        experience = torch.tensor(client.part.experience)
+        return {**memory, "experience": experience, "old": memory["seen"], **remember(teacher, "teacher")}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.strength == 0:
             return 0.0
-        old = padded(client.memory["old"], step.output.shape[-1]).to(step.output.device)
-        teacher = step.predict(section(client.memory, "teacher"), step.x)
-        student, teacher = masked(step.output, old), masked(teacher, old)
-        loss = step.mean(distillation_loss(student, teacher, self.temperature))
+        old = for_output(client.memory["old"], step.output)
+        teacher = masked(step.predict(section(client.memory, "teacher"), step.x), old)
+        loss = step.mean(distillation_loss(masked(step.output, old), teacher, self.temperature))
         return self.strength * loss * old.any()
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
@@ -171,3 +168,86 @@ class LwF(Method):
 
     def _latest(self, state: State) -> Memory:
         return remember(state, "latest") if self.teacher == "own" else {}
+
+
+@dataclass(eq=False)
+class FedNTD(Method):
+    """Every step: distils the classes that a sample is not of from the server (Lee et al. 2022, arXiv 2106.03097).
+
+    ``task loss + beta * temperature^2 * KD`` over the logits of all classes but the true one, the teacher being the
+    model that the client has received: its data teach it the true class, and make it forget the others. The square is
+    that of the authors' code. A client keeps nothing, and sends what FedAvg sends.
+
+    Args:
+        beta: Weight of the distillation, at least 0; 0 is FedAvg.
+        temperature: Softens both sides, above 0.
+
+    Raises:
+        ValueError: If an argument is out of range, or the module's output are no logits of classes.
+        TypeError: If the batches are no pairs.
+
+    Example:
+        >>> FedNTD(beta=0.5).temperature
+        1.0
+    """
+
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True)
+
+    beta: float = argument(1.0, at_least, 0)
+    temperature: float = argument(1.0, above, 0)
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if self.beta == 0 or step.y is None:
+            return 0.0
+        true, logits = true_class(step.y, step.output), (step.output, step.predict(step.server, step.x))
+        student, teacher = (each.masked_fill(true, -torch.inf) for each in logits)
+        return self.beta * self.temperature**2 * step.mean(distillation_loss(student, teacher, self.temperature))
+
+
+def contrastive_loss(features: Tensor, near: Tensor, far: Tensor, temperature: float = 0.5) -> Tensor:
+    """``-log(e^(s_near / t) / (e^(s_near / t) + e^(s_far / t)))`` of cosine similarities s, per sample: shape (batch,).
+
+    Example:
+        >>> contrastive_loss(Tensor([[1, 2]]), near=Tensor([[3, 6]]), far=Tensor([[1, 2]]))
+        tensor([0.6931])
+    """
+    return F.softplus((F.cosine_similarity(features, far) - F.cosine_similarity(features, near)) / temperature)
+
+
+@dataclass(eq=False)
+class MOON(Method):
+    """Every step: draws features to the server's, and away from the previous model's (Li et al. 2021, Algorithm 1).
+
+    ``task loss + mu * mean contrastive_loss(f(x))``: near are the features of ``x`` by the model that the client has
+    received, far those by the one that it trained last. In a client's first round these are one, and the term has no
+    gradient. The features are what the module's `embed` gives, where the paper adds a projection head of its own. A
+    client keeps its last model, and sends what FedAvg sends.
+
+    Args:
+        mu: Weight of the contrastive loss, at least 0; 0 is FedAvg.
+        temperature: Divides the similarities, above 0.
+
+    Raises:
+        ValueError: If an argument is out of range, or the module does not tell its features.
+
+    Example:
+        >>> MOON(mu=5.0).temperature
+        0.5
+    """
+
+    needs: ClassVar[Needs] = Needs(labels=True)
+
+    mu: float = argument(1.0, at_least, 0)
+    temperature: float = argument(0.5, above, 0)
+
+    def on_download(self, client: Client) -> Memory:
+        return client.memory or ({} if self.mu == 0 else remember(client.server, "own"))
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if self.mu == 0:
+            return 0.0
+        near, far = (embeddings(client.module, s, step.x) for s in (step.server, section(client.memory, "own")))
+        return self.mu * step.mean(contrastive_loss(step.features(step.x), near, far, self.temperature))
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        return {} if self.mu == 0 else remember(own, "own")

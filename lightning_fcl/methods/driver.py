@@ -23,16 +23,51 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, declare, entries
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.record import DIVERGED
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
-from lightning_fcl.methods.declaration import Declaration, TrainsParts, overrides, shapes_loss
-from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
+from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
+from lightning_fcl.methods.functional import (
+    features_of,
+    gradient_of,
+    loss_of,
+    output_of,
+    stepped_by,
+    teacher_of,
+    trainable,
+)
 from lightning_fcl.methods.projection import flatten, unflatten
-from lightning_fcl.methods.step import Freezer, Step, is_labelled, stepped_by, without_call
-from lightning_fcl.methods.trial import why_no_logits, why_not_logits
+from lightning_fcl.methods.trial import first_rows, why_no_logits, why_not_logits
 from lightning_fcl.randomness import keys_of
 
 log = logging.getLogger(__name__)
+
+
+class Freezer:
+    """Lets a part of a module learn: the rest gets no gradient, and its layers keep their statistics."""
+
+    def __init__(self) -> None:
+        self._part: Pattern | None = None
+        self._trainable: set[str] = set()
+        self._resting: list[nn.Module] = []  # layers that were in training mode
+
+    def train(self, module: nn.Module, part: Pattern | None) -> None:
+        """Let a part learn, or all of what learnt before the first part did alone."""
+        if part == self._part:
+            return
+        if self._part is None:
+            self._trainable = {*trainable(module)}
+        self._part = part
+        for name, parameter in module.named_parameters():
+            if name in self._trainable:
+                parameter.requires_grad_(part is None or matches(name, part))
+        for layer in self._resting:
+            layer.training = True
+        self._resting = []
+        for place, layer in module.named_modules():
+            buffers = [name for name, _ in layer.named_buffers(place, recurse=False)]  # statistics of what it sees
+            if place and part and layer.training and buffers and not any(matches(name, part) for name in buffers):
+                self._resting.append(layer)
+                layer.training = False
 
 
 class MethodDriver(Callback):
@@ -68,8 +103,7 @@ class MethodDriver(Callback):
         stream, needing = stream_of(trainer), [method for method in self.methods if method.needs.logits]
         if stream is None or not needing:
             return
-        first = next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
-        if first is None:  # a deployment's server trains on nothing
+        if (first := first_rows(stream)) is None:
             return
         with isolate_rng():  # a data set's own code may draw
             pairs = is_labelled(stream.take(first[:1]))
@@ -152,7 +186,7 @@ class MethodDriver(Callback):
         for method, client in self._active():
             if overrides(method, "rehearse"):
                 method.mix(client, batch_idx)
-        parts = [method.trains(client) for method, client in self._active() if isinstance(method, TrainsParts)]
+        parts = [method.trains(client) for method, client in self._active()]
         self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
         if self._hook is None:
             self._hook = pl_module.register_forward_hook(self._watch)
@@ -180,7 +214,7 @@ class MethodDriver(Callback):
             if method.needs.logits and (why := why_not_logits(output)):
                 _refuse_output(method, pl_module, why)
         step = Step(
-            {name: p for name, p in pl_module.named_parameters() if p.requires_grad},
+            trainable(pl_module),
             clients[0].server,
             x,
             output,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
@@ -17,12 +17,12 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.client import Client, Step, remember, section
+from lightning_fcl.methods.declaration import Pattern
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import Episodic, balanced, knows_task, memory_size, past_samples, remember_task
 from lightning_fcl.methods.functional import states_loss
 from lightning_fcl.methods.method import masked, with_classes
-from lightning_fcl.methods.step import Pattern, Step
 from lightning_fcl.models.dytox import DyTox
 from lightning_fcl.randomness import seed_of
 
@@ -66,8 +66,6 @@ class DyToxTraining(Episodic):
         >>> DyToxTraining(max_size=0.1, distillation="auto").divergence
         0.1
     """
-
-    vectorizable: ClassVar[bool] = False
 
     max_size: int | float = 0.1
     distillation: float | Literal["auto"] = "auto"

@@ -20,12 +20,11 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory, own_entries
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.declaration import Needs, Pattern
 from lightning_fcl.methods.episodic import finite_pairs, past_numbers, with_task
-from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along
+from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along, trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
-from lightning_fcl.methods.step import Pattern
 from lightning_fcl.randomness import keys_of, start_randomness
 
 
@@ -50,7 +49,6 @@ class FedRep(Method):
         'model.head.*'
     """
 
-    vectorizable: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(federation="it has no local epochs, and no clients that share a body", head=True)
 
     head_epochs: int = argument(2, at_least, 1)
@@ -230,8 +228,7 @@ class FedViT(FedRep):
         (optimizer,) = federation.optimizers
         load_entries(module, state)
         optimizer.state.clear()
-        named = module.named_parameters()
-        params = {name: p for name, p in named if p.requires_grad and not fnmatchcase(name, self.head)}
+        params = {name: p for name, p in trainable(module).items() if not fnmatchcase(name, self.head)}
         gradient, before = gradient_of(module, params), {**state, **body}
         x, y = finite_pairs(stream.client_samples(part.client, part.round, seed))
         keys = keys_of(seed, [part.client], part.round, "integration")

@@ -19,12 +19,11 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of, ranks_of
 from lightning_fcl.federation.ranks import share_by_client
 from lightning_fcl.federation.record import RoundRecord
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.replay import Replay
-from lightning_fcl.methods.step import Step
 from lightning_fcl.models.decomposed import Decomposed, prune
 from lightning_fcl.tasks.classification import Classifier
 

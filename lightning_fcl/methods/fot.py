@@ -13,7 +13,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, share
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.methods.averaging import MovesServer
-from lightning_fcl.methods.client import Client, Server, section
+from lightning_fcl.methods.client import Client, Server, section, zeros
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
@@ -70,7 +70,7 @@ class FOT(MovesServer):
             return {}
         x, _ = finite_pairs(data)
         bases = section(client.shared, "basis")
-        sent = {n: torch.zeros_like(value) for n, value in client.shared.items() if not n.startswith("basis.")}
+        sent = zeros({name: value for name, value in client.shared.items() if not name.startswith("basis.")})
         for name, rows in layer_inputs(client.module, bases, own, x):
             outside = without(rows, bases[name])
             omega = 2 * torch.rand(rows.shape, generator=client.generator, dtype=rows.dtype).to(rows.device) - 1

@@ -52,17 +52,23 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             submodule.training = mode
 
 
-def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
-    """``predict(state, x)``: the module's output with another state, in evaluation mode, without gradient.
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters that learn, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
-    What the state holds beside the module's entries, the server's of a method, is left out.
-    """
+
+def entries_in(state: Mapping[str, Tensor], module: nn.Module) -> State:
+    """The entries of a state that are a module's: without what the server keeps for methods."""
     known = module.state_dict(keep_vars=True).keys()
+    return {name: value for name, value in state.items() if name in known}
+
+
+def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
+    """``predict(state, x)``: the module's output with another state, in evaluation mode, without gradient."""
 
     def predict(state: Mapping[str, Tensor], x: Any) -> Tensor:
         with torch.no_grad(), evaluating(module):
-            own = {name: value for name, value in state.items() if name in known}
-            output: Tensor = functional_call(module, own, (x,))
+            output: Tensor = functional_call(module, entries_in(state, module), (x,))
         return output
 
     return predict
@@ -188,3 +194,11 @@ def as_input(module: nn.Module, x: Tensor) -> Tensor:
     """Samples as a module takes them: on its device and, if they are no whole numbers, of its parameters' type."""
     first = next(module.parameters(), x)
     return x.to(first.device, first.dtype if x.is_floating_point() else None)
+
+
+def stepped_by(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that an optimizer's next step moves, by name."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None and id(p) in stepped
+    }

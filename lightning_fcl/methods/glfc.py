@@ -1,7 +1,8 @@
-"""GLFC: new and old classes learn at one pace, and old ones as the server's model knew them."""
+"""GLFC: new and old classes learn at one pace, old ones as a server's model knew them, chosen by rebuilt samples."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,16 +17,83 @@ from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.methods.client import Client, Server, remember, section
+from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, filled_rows
+from lightning_fcl.methods.client import Client, Server, Step, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.functional import as_input, embeddings, evaluating, predictions
-from lightning_fcl.methods.inversion import Rows, encoder_of, gradient_at, invert
-from lightning_fcl.methods.method import Method, class_mask, padded, sample_size
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.functional import as_input, embeddings, entries_in, evaluating, predictions
+from lightning_fcl.methods.method import Method, class_mask, for_output, sample_size, true_class
 from lightning_fcl.randomness import seed_of
 
 _STEPS, _RATE = 50, 0.2  # by which a prototype is perturbed
+
+
+class Rows(Reduction):
+    """The reduction of rows of which the server takes those that are not zero, of all clients, one behind the other."""
+
+    name = "rows"
+    down = False
+
+    def start(self, server: Tensor) -> Tensor:
+        return torch.zeros_like(server)
+
+    def wire_bytes(self, value: Tensor) -> int:
+        return int(value.any(dim=1).sum()) * value[:1].nbytes
+
+    def accumulator(self) -> Accumulator:
+        return Gather(lambda sent, server: {name: torch.cat(rows) for name, rows in sent.items()}, filled_rows)
+
+
+def encoder_of(size: Sequence[int], classes: int, seed: int) -> nn.Sequential:
+    """The network whose gradients clients send: for images a LeNet with sigmoids, else a linear layer.
+
+    Its weights are uniform in [-0.5, 0.5], the same for the same seed.
+
+    Example:
+        >>> encoder_of((3, 32, 32), 10, seed=0)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    layers: list[nn.Module] = []
+    if len(size) == 3:
+        for channels, stride in ((size[0], 2), (12, 2), (12, 1)):
+            layers += [nn.Conv2d(channels, 12, 5, stride, padding=2), nn.Sigmoid()]
+    body = nn.Sequential(*layers, nn.Flatten())
+    encoder = nn.Sequential(*body, nn.Linear(body(torch.zeros(1, *size)).shape[1], classes))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in encoder.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    return encoder
+
+
+@torch.enable_grad()
+def gradient_at(encoder: nn.Module, x: Tensor, label: int, create_graph: bool = False) -> Tensor:
+    """The gradient of the cross-entropy at one sample of a class, of all parameters as one vector."""
+    loss = F.cross_entropy(encoder(x), torch.tensor([label], device=x.device))
+    pieces = torch.autograd.grad(loss, [*encoder.parameters()], create_graph=create_graph)
+    return torch.cat([piece.flatten() for piece in pieces])
+
+
+def invert(encoder: nn.Module, gradient: Tensor, label: int, start: Tensor, iterations: int = 250) -> Tensor:
+    """The sample, of the shape of ``start``, whose `gradient_at` is nearest to one, by L-BFGS (Zhu et al. 2019).
+
+    Of a linear layer, whose gradient is ``g x^T`` for the weight and g for the bias, it is x.
+
+    Example:
+        >>> linear, x = nn.Sequential(nn.Linear(2, 3)), torch.tensor([[0.5, -2.0]])
+        >>> invert(linear, gradient_at(linear, x, 1), 1, torch.zeros(1, 2)).round(decimals=3)
+        tensor([[ 0.5000, -2.0000]])
+    """
+    x, size = start.clone().requires_grad_(), gradient.square().sum().clamp(min=1e-30)
+    optimizer = torch.optim.LBFGS([x], max_iter=iterations, tolerance_change=0, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        apart = (gradient_at(encoder, x, label, create_graph=True) - gradient).square().sum() / size
+        (x.grad,) = torch.autograd.grad(apart, x)
+        return apart
+
+    with torch.enable_grad():
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return x.detach()
 
 
 def class_aware_weights(logits: Tensor, y: Tensor, old: Tensor, share: Tensor | None = None) -> Tensor:
@@ -117,7 +185,7 @@ class GLFC(Method):
 
     def on_download(self, client: Client) -> Memory:
         memory, part = client.memory, client.part
-        if not memory or part.experience > int(memory["experience"]):
+        if client.enters_experience:
             state = section(client.shared, "best") if self.proxy else client.server
             teacher = remember(state, "teacher") if self.strength > 0 else {}
             memory = {"experience": torch.tensor(part.experience), **teacher}
@@ -130,14 +198,14 @@ class GLFC(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
         z, y = step.output, step.y
-        old, seen = (padded(client.memory[name].to(z.device), z.shape[-1]) for name in ("old", "seen"))
+        old, seen = (for_output(client.memory[name], z) for name in ("old", "seen"))
         seen = seen | ~seen.any()
 
         def entropy(target: Tensor) -> Tensor:
             each = F.binary_cross_entropy_with_logits(z, target, reduction="none")
             return (each * seen).sum(dim=1) / seen.sum()
 
-        target = (torch.arange(z.shape[-1], device=z.device) == y[:, None]).to(z)
+        target = true_class(y, z).to(z)
         loss = step.mean(class_aware_weights(z, y, old, step.weight) * entropy(target))
         if self.strength == 0:
             return loss
@@ -187,7 +255,7 @@ class GLFC(Method):
 def perturbed(module: L.LightningModule, state: State, x: Tensor, label: int) -> Tensor:
     """A sample, shape (1, ...), after some steps down the binary cross-entropy of a module with a state."""
     x = as_input(module, x).clone().requires_grad_()
-    own = {name: value for name, value in state.items() if name in entries(module)}
+    own = entries_in(state, module)
     with evaluating(module), torch.enable_grad():
         for _ in range(_STEPS):
             output = functional_call(module, own, (x,))

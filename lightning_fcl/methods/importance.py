@@ -1,35 +1,27 @@
-"""Penalties on parameters by their importance for earlier experiences: EWC and MAS."""
+"""Penalties on parameters by their importance for earlier experiences: EWC, MAS and SI."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+import lightning.pytorch as L
 import torch
-import torch.nn.functional as F
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import argument, at_least, between
+from lightning_fcl.errors import above, argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.client import Client, Step, remember, section, zeros
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.functional import as_input, evaluating
+from lightning_fcl.methods.functional import stepped_by, trainable
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.sample_gradients import mean_over_samples
 
-Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
-
-_CHUNK = 256  # samples whose gradients are taken at once, at most
-_DECIDING = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
 _SCALE = "scale"  # the entry of a memory that the importance is multiplied by
-_NUMBERS = 2**26  # numbers that their gradients may hold together: 256 MB
 
 
 def quadratic_penalty(
@@ -52,95 +44,6 @@ def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
 
 
-class Outer(NamedTuple):
-    """Gradients of samples that are outer products: that of sample n is ``left[n] right[n]^T``."""
-
-    left: Tensor
-    right: Tensor
-
-
-def over_samples(measure: Callable[[Tensor], Tensor], gradients: Tensor | Outer) -> Tensor:
-    """The sum over samples of a measure of each number, one with ``measure(a b) = measure(a) measure(b)``."""
-    if isinstance(gradients, Outer):
-        return measure(gradients.left).T @ measure(gradients.right)
-    return measure(gradients).sum(dim=0)
-
-
-def squared_norms(gradients: Tensor | Outer) -> Tensor:
-    """The squared norm of each sample's gradient, shape (samples,)."""
-    if isinstance(gradients, Outer):
-        return gradients.left.square().sum(dim=1) * gradients.right.square().sum(dim=1)
-    return gradients.flatten(1).square().sum(dim=1)
-
-
-class _OtherUseError(Exception):
-    """A parameter is used otherwise than in a linear layer that sees a row for each sample, or more than once."""
-
-
-class _LinearLayers(TorchFunctionMode):
-    """Notes what linear layers see and give, and ends with `_OtherUseError` where a parameter is used otherwise.
-
-    What samples go through between them must not depend on each other, which is so in evaluation mode.
-    """
-
-    def __init__(self, params: State, samples: int) -> None:
-        super().__init__()
-        self.unused = {id(value): name for name, value in params.items()}
-        self.params, self.samples = {*self.unused}, samples
-        self.calls: list[tuple[list[str], Tensor, Tensor]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DECIDING:  # of a batch, where it should be of a sample
-            raise _OtherUseError
-        output = func(*args, **(kwargs or {}))
-        if used := [id(one) for one in tree_leaves((args, kwargs)) if id(one) in self.params]:
-            row_each = func is F.linear and len(args) > 1 and args[0].shape[:-1] == (self.samples,)
-            if not (row_each and id(args[0]) not in used and self.unused.keys() >= {*used} and output.requires_grad):
-                raise _OtherUseError
-            self.calls.append(([self.unused.pop(one) for one in used], args[0], output))
-        return output
-
-
-def outer_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> dict[str, Tensor | Outer] | None:
-    """`sample_gradients` in one pass, where each parameter is a linear layer's that sees a row a sample; else None."""
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    layers = _LinearLayers(leaves, len(x))
-    with torch.enable_grad():
-        try:
-            with layers:
-                total = objective(leaves, x, y)
-        except _OtherUseError:
-            return None
-        if not total.requires_grad:
-            return None
-        outputs = [output for _, _, output in layers.calls]
-        errors = torch.autograd.grad(total, outputs, allow_unused=True, materialize_grads=True)
-    found: dict[str, Tensor | Outer] = {}
-    for (names, rows, _), error in zip(layers.calls, errors, strict=True):
-        found |= {name: Outer(error, rows.detach()) if params[name].ndim == 2 else error for name in names}
-    return {n: found[n] if n in found else value.new_zeros(len(x), *value.shape) for n, value in params.items()}
-
-
-def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
-    """The gradient of each sample's own objective, by parameter: vectorised, or in a loop where that fails."""
-
-    def single(params: State, x: Tensor, y: Tensor) -> Tensor:
-        return objective(params, x[None], y[None])
-
-    try:
-        stacked: State = vmap(grad(single), in_dims=(None, 0, 0))(params, x, y)
-    except (RuntimeError, ValueError):  # random layers, control flow by the data, no batching rule: as a task says it
-        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-        inputs = list(leaves.values())
-        with torch.enable_grad():
-            rows = [
-                torch.autograd.grad(single(leaves, *pair), inputs, allow_unused=True, materialize_grads=True)
-                for pair in zip(x, y, strict=True)
-            ]
-        stacked = {name: torch.stack(row) for name, row in zip(leaves, zip(*rows, strict=True), strict=True)}
-    return stacked
-
-
 def fisher_information(
     module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor, names: Iterable[str] | None = None
 ) -> State:
@@ -157,58 +60,6 @@ def output_sensitivity(
     """How much the output depends on each parameter: ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``."""
     unlabelled = torch.zeros(len(x), device=x.device)
     return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
-
-
-def gradients_of_samples(
-    module: nn.Module,
-    objective: Callable[[Tensor, Tensor], Tensor],
-    state: Mapping[str, Tensor],
-    x: Tensor,
-    y: Tensor,
-    names: Iterable[str],
-) -> Iterator[Mapping[str, Tensor | Outer]]:
-    """The gradients of samples' own ``objective(output, y)``, a sum over samples, by parameter, some samples at once.
-
-    The module is in evaluation mode, with the state; gradients have the shape (samples, ...), or are outer products.
-    """
-    trainable = {*names}
-    params = {name: value.detach() for name, value in state.items() if name in trainable}
-    rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
-    x = as_input(module, x)
-
-    def of_output(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        output = functional_call(module, {**params, **rest}, (x,))
-        if not isinstance(output, Tensor):
-            raise TypeError(
-                f"Expected `{type(module).__name__}.forward` to return a tensor but got {type(output).__name__}. "
-                "Return the logits alone."
-            )
-        return objective(output, y)
-
-    chunk = max(1, min(_CHUNK, _NUMBERS // sum(value.numel() for value in params.values())))
-    with evaluating(module), isolate_rng():
-        for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(x.device), chunk), strict=True):
-            yield outer_gradients(of_output, params, inputs, targets) or sample_gradients(
-                of_output, params, inputs, targets
-            )
-
-
-def mean_over_samples(
-    module: nn.Module,
-    objective: Callable[[Tensor, Tensor], Tensor],
-    measure: Callable[[Tensor], Tensor],
-    state: Mapping[str, Tensor],
-    x: Tensor,
-    y: Tensor,
-    names: Iterable[str] | None = None,
-) -> State:
-    """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``: see `over_samples`."""
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
-    total = {name: torch.zeros_like(value) for name, value in state.items() if name in trainable}
-    for gradients in gradients_of_samples(module, objective, state, x, y, trainable):
-        for name, value in gradients.items():
-            total[name] += over_samples(measure, value)
-    return {name: value / len(x) for name, value in total.items()}
 
 
 @dataclass(eq=False)
@@ -230,9 +81,8 @@ class Consolidation(Method):
         if self.strength == 0:
             return memory
         if not memory:
-            params = {name: client.server[name] for name, p in client.module.named_parameters() if p.requires_grad}
-            nothing = {name: torch.zeros_like(value) for name, value in params.items()}
-            memory = remember(params, "center") | remember(nothing, "importance")
+            params = {name: client.server[name] for name in trainable(client.module)}
+            memory = remember(params, "center") | remember(zeros(params), "importance")
         memory = {n: value.to(client.server[n.split(".", 1)[1]].device) for n, value in memory.items() if n != _SCALE}
         return memory | ({_SCALE: scale_of(section(memory, "importance"))} if self.normalize else {})
 
@@ -309,3 +159,76 @@ class MAS(Consolidation):
 
     def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
         return output_sensitivity(client.module, own, data[0], names)
+
+
+@dataclass(eq=False)
+class SI(Consolidation):
+    """Every step: holds what has made the loss fall in the client's earlier experiences (Zenke et al. 2017).
+
+    ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`; the paper's equation 4 has no
+    1 / 2: its c is ``strength / 2``. Each step adds ``-g_i * (change of theta_i)`` to omega_i, g being the gradient of
+    the loss without this penalty, before it is clipped. When an experience ends, Omega_i grows by ``omega_i / (D_i^2 +
+    damping)`` (equation 5), at least by 0; D_i is how far the client's own steps of the experience have moved theta_i,
+    not the server. Of a quadratic loss, Omega_i tends to half its curvature.
+
+    A client keeps four numbers for each parameter, and sends what FedAvg sends. Clients train one at a time.
+
+    Args:
+        strength: Weight of the penalty, at least 0; 0 is fine-tuning.
+        decay: What remains of the earlier experiences' Omega when an experience ends, 0 to 1; 1 sums them.
+        normalize: Whether Omega is divided by its greatest entry, with what this promises: see `EWC`.
+        damping: The paper's xi, above 0: keeps Omega of parameters small that have hardly moved.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> SI(strength=0.2).damping
+        0.1
+    """
+
+    needs: ClassVar[Needs] = Needs()
+    vectorizable: ClassVar[bool] = False
+
+    strength: float = argument(0.5, at_least, 0)
+    damping: float = argument(0.1, above, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._last: dict[str, tuple[Tensor, Tensor]] = {}  # parameters and gradients before the client's last step
+
+    def on_download(self, client: Client) -> Memory:
+        memory = super().on_download(client)
+        for name, value in section(memory, "center").items():
+            for key in (f"fall.{name}", f"moved.{name}"):
+                memory[key] = memory[key].clone() if key in memory else torch.zeros_like(value)
+        return memory
+
+    def begin(self, client: Client) -> None:
+        self._last = {}
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        client, memory = self.client, self.client.memory
+        self._note_step(client, dict(pl_module.named_parameters()))
+        weight = self.strength * memory.get("scale", 1.0)
+        for name, p in stepped_by(optimizer, pl_module).items():
+            if client.active and p.grad is not None and f"fall.{name}" in memory:
+                of_penalty = weight * memory[f"importance.{name}"] * (p - memory[f"center.{name}"])
+                self._last[name] = p.clone(), p.grad - of_penalty
+
+    def _note_step(self, client: Client, now: Mapping[str, Tensor]) -> None:
+        """Note what the last step has done, once."""
+        for name, (before, gradient) in self._last.items():
+            change = now[name] - before
+            client.memory[f"fall.{name}"].sub_(gradient * change)
+            client.memory[f"moved.{name}"].add_(change)
+        self._last = {}
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        self._note_step(client, own)
+        return super().end_round(client, own, data)
+
+    def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
+        fall, moved = section(client.memory, "fall"), section(client.memory, "moved")
+        return {name: fall[name].clamp(min=0) / (moved[name].square() + self.damping) for name in names}

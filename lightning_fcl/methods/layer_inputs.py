@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.averaging import reductions_in_use
-from lightning_fcl.methods.functional import as_input, evaluating
+from lightning_fcl.methods.functional import as_input, entries_in, evaluating, trainable
 
 _PIECE = 32  # samples at once: a convolution has a row for each place of an image
 
@@ -29,7 +29,7 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
             and not isinstance(layer.padding, str)
         )
     ]
-    learning = {name for name, p in module.named_parameters() if p.requires_grad and of[name].name == "mean"}
+    learning = {name for name in trainable(module) if of[name].name == "mean"}
     own = {name: {f"{name}.{key}" for key, _ in module.get_submodule(name).named_parameters()} for name in places}
     chosen = [name for name in places if own[name] <= learning]
     if not chosen:
@@ -69,8 +69,7 @@ def layer_inputs(
         )
         for name in names
     ]
-    known = module.state_dict(keep_vars=True).keys()
-    own = {name: value for name, value in state.items() if name in known}
+    own = entries_in(state, module)
     try:
         with evaluating(module):
             for piece in torch.split(x, _PIECE):

@@ -15,15 +15,15 @@ from lightning_fcl.errors import above, argument, at_least, share
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import MasksLogits
-from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.client import Client, Step, remember, section
+from lightning_fcl.methods.declaration import Needs, matches
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import finite_pairs, with_task
 from lightning_fcl.methods.fedvit import lowest_loss
-from lightning_fcl.methods.functional import predictions, states_loss
-from lightning_fcl.methods.importance import mean_over_samples, summed
+from lightning_fcl.methods.functional import predictions, states_loss, trainable
+from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.step import Step, matches
+from lightning_fcl.methods.sample_gradients import mean_over_samples
 
 
 def attention_loss(
@@ -84,8 +84,7 @@ class LVTMethod(Method):
     keys: str = "*.external_*"
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        learn = [name for name, p in pl_module.named_parameters() if p.requires_grad and matches(name, self.keys)]
-        if self.gamma and not learn:
+        if self.gamma and not any(matches(name, self.keys) for name in trainable(pl_module)):
             raise ValueError(
                 f"Expected `keys` to match trainable parameters but `{self.keys}` matches none. Train "
                 "`lightning_fcl.models.LVT`, or set `gamma=0`."

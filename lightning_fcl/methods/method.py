@@ -17,6 +17,7 @@ from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.driver import MethodDriver
+from lightning_fcl.methods.trial import first_rows
 
 
 class Method(Declaration, Callback):
@@ -78,8 +79,7 @@ def driver_of(trainer: L.Trainer) -> MethodDriver:
 def sample_size(federation: RunsFederation, name: str) -> tuple[int, ...]:
     """The shape of a sample of a federation's stream, for a method that makes some."""
     stream = federation.stream
-    rows = next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
-    if rows is None:
+    if (rows := first_rows(stream)) is None:
         raise ValueError(
             f"Expected samples beside the server for `{name}`, which tell it their shape, but there are none, as in a "
             "deployment. Simulate it, or leave it out."
@@ -104,6 +104,16 @@ def with_classes(seen: Tensor, labels: Tensor) -> Tensor:
 def padded(values: Tensor, size: int) -> Tensor:
     """Values of classes, with zeros for those that a larger output has."""
     return F.pad(values, (0, size - len(values)))
+
+
+def for_output(values: Tensor, output: Tensor) -> Tensor:
+    """Values of classes, as many as an output has classes, on its device."""
+    return padded(values.to(output.device), output.shape[-1])
+
+
+def true_class(target: Tensor, output: Tensor) -> Tensor:
+    """Which class of an output, shape (batch, classes), is that of each target."""
+    return torch.arange(output.shape[-1], device=output.device) == target[..., None]
 
 
 def masked(logits: Tensor, classes: Tensor) -> Tensor:

@@ -18,13 +18,12 @@ from lightning_fcl.federation.exact import ExactSums
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import Accumulator, SparseMean, Sum
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.declaration import Clients, Needs
 from lightning_fcl.methods.distillation import LwF
-from lightning_fcl.methods.episodic import finite_pairs
+from lightning_fcl.methods.episodic import finite_pairs, remembered_pairs
 from lightning_fcl.methods.functional import Embedding, embeddings
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.step import Step
 
 _TIE = 1e-5  # distances between vectors of length 1 that are alike
 
@@ -211,7 +210,7 @@ class ICaRL(LwF):
         self.max_size = max_size
 
     def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        return (client.memory["x"], client.memory["y"]) if "x" in client.memory else None
+        return remembered_pairs(client.memory)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         memory = client.memory

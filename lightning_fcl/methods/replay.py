@@ -208,8 +208,6 @@ class Replay(Method):
 def _entries(data: Batch) -> Memory:
     if isinstance(data, Mapping):
         return {f"{_SAMPLE}{name}": value for name, value in data.items()}
-    if len(data) != 2:
-        raise TypeError(f"Expected samples `[x, y]` for `Replay` but got {len(data)} parts. Return pairs instead.")
     return {"x": data[0], "y": data[1]}
 
 

@@ -17,13 +17,12 @@ from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.methods.client import Client, Server
+from lightning_fcl.methods.client import Client, Server, Step
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import evaluating, predictions
-from lightning_fcl.methods.method import Method, class_mask, masked, padded, sample_size, with_classes
+from lightning_fcl.methods.method import Method, class_mask, for_output, masked, sample_size, with_classes
 from lightning_fcl.methods.prototypes import SumOfSome
-from lightning_fcl.methods.step import Step
 from lightning_fcl.models.generator import Generator, statistics_layers, with_statistics_distance
 
 
@@ -73,9 +72,9 @@ class TARGET(Method):
     statistics: float = argument(10.0, at_least, 0)
     temperature: float = argument(2.0, above, 0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.recall_size = self.batch_size
+    @property
+    def recall_size(self) -> int:
+        return self.batch_size
 
     @property
     def _makes(self) -> bool:
@@ -108,7 +107,7 @@ class TARGET(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if not step.recalled:
             return 0.0
-        old = padded(client.memory["old"], step.output.shape[-1]).to(step.output.device)
+        old = for_output(client.memory["old"], step.output)
         own, said = masked(step.outputs(step.recalled["images"]), old), masked(step.recalled["logits"], old)
         return self.kd * step.recalled_weight * distillation_loss(own, said, self.temperature).mean()
 

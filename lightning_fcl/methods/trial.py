@@ -19,8 +19,8 @@ from lightning_fcl.data.attached import transfer_batch
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.methods.step import is_labelled
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.tasks.task import Task
 
@@ -62,6 +62,11 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 def as_handed(module: L.LightningModule, batch: Batch) -> Batch:
     """A batch as a Trainer hands it to its module: of its precision, on the device, through its hooks."""
     return transfer_batch(module.trainer, module.trainer.precision_plugin.convert_input(batch))
+
+
+def first_rows(stream: FederatedStream) -> IntArray | None:
+    """The samples of the first client that has some; None where there are none, as beside a deployment's server."""
+    return next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
 
 
 def a_few(samples: IntArray) -> IntArray:

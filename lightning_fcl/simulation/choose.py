@@ -20,10 +20,9 @@ from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.step_trial import why_not_by_step
 from lightning_fcl.local.trial import RANDOM, why_not_padded, why_not_side_by_side
 from lightning_fcl.local.vectorized import VectorizedTrainer
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, is_labelled
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.replay import Replay
-from lightning_fcl.methods.step import is_labelled
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation

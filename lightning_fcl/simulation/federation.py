@@ -26,7 +26,7 @@ from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Declaration, Personalizes, client_of
+from lightning_fcl.methods.declaration import Declaration, client_of, overriding
 from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream, there
 
@@ -118,10 +118,9 @@ class Federation:
         state = entries(self.module) if server is None else server
         if own := own_entries(self.server.store[client], self.module.device):
             state = {**state, **own}
-        for method in methods_of(self.module.trainer):
-            if isinstance(method, Personalizes):
-                memory = self.server.store.memory(client, method.section)
-                state = method.personalize(client_of(method, self.module, memory), state)
+        for method in overriding(methods_of(self.module.trainer), "personalize"):
+            memory = self.server.store.memory(client, method.section)
+            state = method.personalize(client_of(method, self.module, memory), state)
         return state
 
     def client_before(self, method: Declaration, part: ClientRound) -> Client:

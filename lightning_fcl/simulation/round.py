@@ -23,7 +23,7 @@ from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack
-from lightning_fcl.methods.declaration import Declaration, Uploads, client_of, remembers
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
@@ -200,7 +200,7 @@ class Round:
 
     def _uploads(self, cohort: Cohort, trained: Trained) -> State:
         """What the clients send of the module's entries, or in place of them, every entry of shape (clients, ...)."""
-        uploading = [(i, m) for i, m in enumerate(self.federation.methods) if isinstance(m, Uploads)]
+        uploading = [(i, m) for i, m in enumerate(self.federation.methods) if overrides(m, "upload")]
         rows = [trained.state(row) for row in range(len(cohort.clients))] if uploading else []
         for i, method in uploading:
             for row, part in enumerate(cohort.clients):

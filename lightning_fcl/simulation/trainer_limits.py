@@ -10,7 +10,7 @@ import numpy as np
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import SetsEpochs, overrides
+from lightning_fcl.methods.declaration import overrides
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
@@ -82,7 +82,8 @@ def common_batches(federation: Federation) -> int:
     batching = strategy.limits.batching(stream)
     sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows)])
     counts = np.unique(batching.limited(batching.per_epoch(sizes) * strategy.local_epochs))
-    vary = [m for m in methods_of(federation.module.trainer) if isinstance(m, SetsEpochs) or overrides(m, "rehearse")]
+    methods = methods_of(federation.module.trainer)
+    vary = [method for method in methods if overrides(method, "local_epochs") or overrides(method, "rehearse")]
     if len(counts) == 1 and not vary:
         return int(counts[0])
     why = f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLoss, Replay
-from lightning_fcl.callbacks.base_session import _Images
+from lightning_fcl.callbacks.pretrain import _Images
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.models import MLP, DSICNet

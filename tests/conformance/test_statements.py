@@ -8,7 +8,7 @@ import torch
 
 from lightning_fcl import RidgeClassifier, methods
 from lightning_fcl.conformance import NotTriedError, statements_of
-from lightning_fcl.conformance.statement import STATEMENTS
+from lightning_fcl.conformance.trial import STATEMENTS
 from lightning_fcl.methods import Method
 
 statements_of(Method)  # all are stated now

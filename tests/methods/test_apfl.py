@@ -16,8 +16,8 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
-from lightning_fcl.methods.apfl import mix
 from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.personal import mix
 from lightning_fcl.models import ViT
 
 OPTIMIZERS = {

@@ -14,8 +14,7 @@ from lightning_fcl.callbacks import BCN, FedProx
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
-from lightning_fcl.methods.bcn import descended, worst_inputs
-from lightning_fcl.methods.episodic import past_tasks
+from lightning_fcl.methods.episodic import descended, past_tasks, worst_inputs
 from lightning_fcl.models import ViT
 
 

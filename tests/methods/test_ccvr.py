@@ -6,8 +6,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import CCVR, ContinualMetrics
-from lightning_fcl.methods.ccvr import decoupled_logits, draw_gaussian, gaussian
-from lightning_fcl.methods.fed3r import last_layer
+from lightning_fcl.methods.heads import decoupled_logits, draw_gaussian, gaussian, last_layer
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding

@@ -16,11 +16,11 @@ from torch import nn
 from lightning_fcl.callbacks import AGEM, BCN, EWC, GEM, DERpp, FedProto, FLwF, FLwF2T, ICaRL, LVTMethod, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import Recalled, check_compatible, compose, methods_of
-from lightning_fcl.methods.declaration import Declaration, Needs, overrides, remembers, shapes_loss
+from lightning_fcl.methods.declaration import Declaration, Needs, matches, overrides, remembers, shapes_loss
+from lightning_fcl.methods.driver import Freezer
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.step import Freezer, Step, matches
 from lightning_fcl.randomness import keys_of, numbers
 
 
@@ -46,6 +46,13 @@ class Projecting(Method):
 class Uploading(Method):
     def upload(self, client, own):
         return own
+
+
+class Staging(Method):
+    vectorizable = True
+
+    def trains(self, client):
+        return "*.head.*"
 
 
 class Rehearsing(Method):
@@ -80,6 +87,7 @@ def test_a_method_overrides_what_it_or_its_parents_define():
         (Projecting, (False, True, True, True)),
         (Further, (False, True, True, True)),
         (Uploading, (False, False, False, False)),
+        (Staging, (False, False, False, False)),
         (Rehearsing, (True, False, True, True)),
         (Recalling, (True, False, True, True)),
         (type("Alone", (Method,), {"vectorizable": False}), (False, False, False, False)),

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 
 from lightning_fcl.callbacks import DERpp
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import Recalled
 from lightning_fcl.methods.functional import predictions
-from lightning_fcl.methods.step import Step
 from lightning_fcl.randomness import keys_of
 
 

@@ -11,11 +11,10 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.client import Client, Step, remember, section
 from lightning_fcl.methods.compose import check_compatible
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import teacher_of
-from lightning_fcl.methods.step import Step
 
 pytestmark = pytest.mark.rounding
 

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_fcl import FederatedStream, Swarm
 from lightning_fcl.callbacks import Fed3R
 from lightning_fcl.data.scenarios import ODFCLScenario
-from lightning_fcl.methods.fed3r import last_layer
+from lightning_fcl.methods.heads import last_layer
 from lightning_fcl.models import MLP
 
 

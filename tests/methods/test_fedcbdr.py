@@ -12,9 +12,8 @@ from lightning_fcl.callbacks import ContinualMetrics, FedCBDR
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.fedcbdr import leverage
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.rehearsal import leverage
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding

@@ -7,10 +7,9 @@ from torch import nn
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import ContinualMetrics, FedProto, FLwF2T
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.prototypes import ClassSums, class_means
-from lightning_fcl.methods.step import Step
 
 
 class States(Callback):

@@ -10,9 +10,8 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import AGEM, EWC, FedProx
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.fedprox import proximal_term
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.averaging import proximal_term
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.models import MLP
 
 

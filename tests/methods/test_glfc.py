@@ -9,9 +9,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import GLFC, ContinualMetrics, Replay
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.glfc import class_aware_weights
-from lightning_fcl.methods.step import Step
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding

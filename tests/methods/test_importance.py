@@ -16,19 +16,10 @@ from lightning_fcl import Classifier
 from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import load
-from lightning_fcl.methods import importance as module_under_test
-from lightning_fcl.methods.client import Client, section
-from lightning_fcl.methods.importance import (
-    Outer,
-    fisher_information,
-    outer_gradients,
-    output_sensitivity,
-    over_samples,
-    quadratic_penalty,
-    sample_gradients,
-    squared_norms,
-)
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods import sample_gradients as module_under_test
+from lightning_fcl.methods.client import Client, Step, section
+from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
+from lightning_fcl.methods.sample_gradients import Outer, outer_gradients, over_samples, sample_gradients, squared_norms
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_fcl.data.datasets.digits import load
 from lightning_fcl.federation.aggregation import Aggregator
-from lightning_fcl.methods.inversion import Rows, encoder_of, gradient_at, invert
+from lightning_fcl.methods.glfc import Rows, encoder_of, gradient_at, invert
 
 pytestmark = pytest.mark.rounding
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import LogitAdjustment
-from lightning_fcl.methods.logit_adjustment import logit_adjusted_loss
+from lightning_fcl.methods.class_losses import logit_adjusted_loss
 
 
 def in_numpy(logits, target, counts, tau):

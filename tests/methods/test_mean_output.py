@@ -14,9 +14,8 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, MeanOutputLoss, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.mean_output import mean_output_loss
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.class_losses import mean_output_loss
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.models import DSICNet
 from lightning_fcl.models.quantization import fold_batchnorm
 

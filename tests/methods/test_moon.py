@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_fcl.callbacks import MOON
-from lightning_fcl.methods.moon import contrastive_loss
+from lightning_fcl.methods.distillation import contrastive_loss
 from lightning_fcl.models import MLP
 
 

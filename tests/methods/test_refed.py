@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.callbacks import ContinualMetrics, ReFed
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.refed import sample_importance
+from lightning_fcl.methods.rehearsal import sample_importance
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding

@@ -13,8 +13,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets.digits import load
 from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.models.generator import with_statistics_distance
 
 pytestmark = pytest.mark.rounding

@@ -1,9 +1,9 @@
-"""APFL: a personal model beside the shared one, and a learnt weight that mixes the two."""
+"""APFL and Ditto: a personal model beside the shared one, mixed with it by a learnt weight, or drawn to it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import lightning.pytorch as L
@@ -25,10 +25,9 @@ from lightning_fcl.federation.optimizer_state import (
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.functional import gradient_of, step_along
+from lightning_fcl.methods.functional import gradient_of, step_along, stepped_by, trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import flatten
-from lightning_fcl.methods.step import stepped_by
 
 
 @dataclass(eq=False)
@@ -78,7 +77,7 @@ class APFL(Method):
                 f"Expected `accumulate_grad_batches=1` for `{type(self).__name__}`, whose personal model steps with "
                 f"each batch, but got {trainer.accumulate_grad_batches}. Raise the stream's `batch_size` instead."
             )
-        self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
+        self._trainable = [*trainable(pl_module)]
         federation = federation_of(trainer)
         self._keeps = federation is not None and federation.strategy.keep_optimizer
 
@@ -137,3 +136,35 @@ class APFL(Method):
 def mix(personal: Mapping[str, Tensor], shared: Mapping[str, Tensor], alpha: Tensor) -> State:
     """``alpha v + (1 - alpha) w`` of the entries of ``personalize``; exactly w at 0 and v at 1."""
     return {name: torch.lerp(shared[name], v, alpha.to(v.device, v.dtype)) for name, v in personal.items()}
+
+
+@dataclass(eq=False)
+class Ditto(APFL):
+    """Every step: a personal model ``v`` learns the task near the server's model (Li et al. 2021, Algorithm 1).
+
+    The shared ``w`` travels and trains as without it. On each batch ``v``, too, takes a step, by an optimizer like that
+    of ``w``, along the gradient of ``task loss + strength / 2 * ||v - w_server||^2``, of which w_server is what the
+    client has received: `APFL` with a mixture of ``v`` alone, and a pull. A client begins with ``v`` where it is in its
+    first round, predicts with it, as `APFL` says, keeps it, and sends what FedAvg sends.
+
+    Args:
+        strength: Weight (lambda) of the distance, at least 0; with 0, ``v`` learns from the client's data alone.
+
+    Raises:
+        ValueError: If ``strength`` is negative, or for what `APFL` raises it.
+
+    Example:
+        >>> Ditto(strength=0.1).alpha0
+        1.0
+    """
+
+    needs: ClassVar[Needs] = Needs(
+        labels=True, loss=True, federation="with a single client there is no shared model to stay near. Remove `Ditto`"
+    )
+
+    alpha0: float = field(default=1.0, init=False)
+    alpha_lr: float | None = field(default=0.0, init=False)
+    strength: float = argument(0.1, at_least, 0)
+
+    def pull(self, client: Client, own: State) -> Tensor:
+        return self.strength * (flatten(own) - flatten({name: client.server[name] for name in own}))

@@ -1,0 +1,221 @@
+"""Cross-entropies that treat classes unlike: logit adjustment by how often each comes, and Mean Output Loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import argument, at_least, one_of
+from lightning_fcl.federation.aggregation import Rules, State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import HasClasses
+from lightning_fcl.federation.reductions import Changes
+from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.method import Method, class_mask, for_output, masked, padded, true_class, with_classes
+from lightning_fcl.methods.prototypes import SumOfSome
+
+
+class Total(SumOfSome, Changes):
+    """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value."""
+
+    name = "total"
+
+
+def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: float = 1.0) -> Tensor:
+    """Cross-entropy of logits that are shifted by ``tau * log(prior)`` of their class, per sample.
+
+    Menon et al. 2021, equation 10; with ``tau = 1`` the balanced softmax of Ren et al. 2020. The prior is the share of
+    ``counts``, shape (classes,). A class without samples takes no part, but as a sample's own, whose logit then stays
+    as it is; where all counts are 0, or ``tau`` is, nothing is shifted.
+    """
+    if tau == 0:
+        return F.cross_entropy(logits, target, reduction="none")
+    present = counts > 0
+    shift = tau * torch.where(present, counts / counts.sum().clamp(min=1), 1.0).log()
+    shifted = masked(logits + shift, present | true_class(target, logits) | ~present.any())
+    return F.cross_entropy(shifted, target, reduction="none")
+
+
+@dataclass(eq=False)
+class LogitAdjustment(Method):
+    """Every step: the cross-entropy is that of logits shifted by the logarithm of the classes' priors.
+
+    A class that comes often no longer wins by coming often, and one that does not come at all is left alone: of a
+    client's own classes as in Zhang et al. 2022, or of those that all clients have trained on so far, as in Menon et
+    al. 2021 and the balanced softmax of Ren et al. 2020. It presumes that the task's loss is cross-entropy.
+
+    Args:
+        tau: Strength, at least 0; 0 is the task's own loss.
+        prior: Whose samples the classes are counted in: the ``"client"``'s own of the round (in a plain Trainer
+            without a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far
+            and of the base session. Clients then send their counts, once for each experience.
+
+    Raises:
+        ValueError: If an argument is out of range, a batch has no labels, or the module does not tell its classes.
+
+    Example:
+        >>> LogitAdjustment(tau=1.0, prior="federation").prior
+        'federation'
+    """
+
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True)
+    reductions: ClassVar[Rules] = {"counts": Total()}
+
+    tau: float = argument(1.0, at_least, 0)
+    prior: Literal["client", "federation"] = argument("client", one_of, ("client", "federation"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._base: Tensor | None = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stream, self._base = stream_of(trainer), None
+        if stream is not None and len(stream.plan.base):
+            self._base = torch.as_tensor(stream.y[stream.plan.base])
+
+    def server_state(self, module: L.LightningModule) -> State:
+        if self.prior == "client":
+            return {}
+        if not isinstance(module, HasClasses):
+            raise ValueError(
+                f"Expected a module with `num_classes` for `LogitAdjustment` but got a `{type(module).__name__}`. Use "
+                "a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
+            )
+        return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
+
+    def on_download(self, client: Client) -> Memory:
+        counts = _counted(client.part.labels, client.part.num_classes)
+        if not counts.any() and client.memory:
+            counts = client.memory["counts"]
+        if "counts" in client.shared:
+            own = counts.to(client.shared["counts"].device) * client.enters_experience
+            counts = client.shared["counts"] + padded(own, len(client.shared["counts"]))
+        return {"experience": client.memory.get("experience", torch.tensor(-1)), "counts": counts}
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        if self.prior == "client" or not client.enters_experience:  # the server has its counts
+            return {}
+        return {"counts": _counted(client.part.labels, len(client.memory["counts"]))}
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        assert step.y is not None  # as it needs labels
+        if self.tau == 0:
+            return 0.0
+        counts = for_output(client.memory["counts"], step.output)
+        adjusted = logit_adjusted_loss(step.output, step.y, counts, self.tau)
+        return step.mean(adjusted - F.cross_entropy(step.output, step.y, reduction="none"))
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        counted = client.memory["experience"] if client.missed else torch.tensor(client.part.experience)
+        return {"experience": counted, "counts": _counted(client.part.labels, client.part.num_classes)}
+
+
+def _counted(labels: Tensor, classes: int) -> Tensor:
+    return torch.bincount(labels.long(), minlength=classes).float()
+
+
+Outputs = Literal["probabilities", "log-probabilities", "logits"]
+Distance = Literal["squared", "absolute"]
+Scope = Literal["session", "seen", "all"]
+
+
+def mean_output_loss(
+    logits: Tensor,
+    target: Tensor,
+    new: Tensor,
+    old: Tensor,
+    outputs: Outputs = "probabilities",
+    distance: Distance = "squared",
+) -> Tensor:
+    """How far the mean output of the new classes, without the target's, is from that of the old classes, per sample.
+
+    Kröger et al. give it in words. It is 0 where no class is old, or none is new but the target's. ``new`` and ``old``
+    tell classes of the session and of earlier ones, shape (classes,); probabilities are those of a softmax over all.
+    """
+    if outputs == "probabilities":
+        logits = logits.softmax(dim=-1)
+    elif outputs == "log-probabilities":
+        logits = logits.log_softmax(dim=-1)
+    others = new & ~true_class(target, logits)
+    of_new, of_old = (
+        (logits * classes).sum(dim=-1) / classes.sum(dim=-1).clamp(min=1) for classes in (others, old.expand_as(others))
+    )
+    difference = torch.where(others.any(dim=-1) & old.any(), of_new - of_old, 0.0)
+    return difference.square() if distance == "squared" else difference.abs()
+
+
+@dataclass(eq=False)
+class MeanOutputLoss(Method):
+    """Every step: cross-entropy among the session's classes, and `mean_output_loss` (Kröger et al.: MOL).
+
+    ``cross-entropy + mu * MOL``. A session's new classes are those that any client of the federation learns in it; old
+    are those of all sessions before. The stream tells them; in a plain Trainer without a `FederatedStream`, a `fit` is
+    a session, and the new classes are those of the batch that were not seen in an earlier one.
+
+    Of the readings of the paper's words that were tried (``recipes/odfcl/README.md``) the default is the one that
+    works: squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone. For a
+    remembered sample of an old class (`Replay`) the cross-entropy is over all classes seen.
+
+    Args:
+        mu: Weight of MOL, at least 0.
+        outputs: What the means are of: see `mean_output_loss`.
+        distance: See `mean_output_loss`.
+        cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``,
+            or ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
+
+    Raises:
+        ValueError: If an argument is out of range, or a batch has no labels.
+
+    Example:
+        >>> MeanOutputLoss(mu=2.0).mu
+        2.0
+    """
+
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True)
+
+    mu: float = argument(2.0, at_least, 0)
+    outputs: Outputs = argument("probabilities", one_of, get_args(Outputs))
+    distance: Distance = argument("squared", one_of, get_args(Distance))
+    cross_entropy: Scope = argument("session", one_of, get_args(Scope))
+
+    def on_download(self, client: Client) -> Memory:
+        memory, part = client.memory, client.part
+        if part.new_classes or part.old_classes:
+            known = {"new": part.new_classes, "old": part.old_classes}
+            return {name: class_mask(part.num_classes, classes) for name, classes in known.items()}
+        seen = memory.get("seen", class_mask(part.num_classes, ()))
+        if client.enters_experience:
+            memory = {"experience": torch.tensor(part.experience), "old": seen, "seen": seen}
+        return memory
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        assert step.y is not None  # as it needs labels
+        output, own = step.output, true_class(step.y, step.output)
+        old = for_output(client.memory["old"], output)
+        if "new" in client.memory:
+            new = for_output(client.memory["new"], output)
+        else:
+            real = own if step.weight is None else own & (step.weight > 0)[:, None]
+            new = real.any(dim=0) & ~old
+        total = self.mu * mean_output_loss(output, step.y, new, old, self.outputs, self.distance)
+        if self.cross_entropy != "all":
+            allowed = (new if self.cross_entropy == "session" else new | old).expand_as(output)
+            remembered = (own & old).any(dim=-1, keepdim=True)
+            allowed = torch.where(remembered, new | old, allowed) | own
+            total = total + F.cross_entropy(masked(output, allowed), step.y, reduction="none")
+            total = total - F.cross_entropy(output, step.y, reduction="none")
+        return step.mean(total)
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        memory = client.memory
+        if "seen" not in memory:
+            return memory
+        return {**memory, "seen": with_classes(memory["seen"], client.part.labels)}

@@ -1,0 +1,303 @@
+"""Remembered samples chosen one by one: by lot, with logits (DER++), by gradients (Re-Fed), by leverage (FedCBDR)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import above, argument, at_least
+from lightning_fcl.federation.aggregation import Rules, State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client, Step, remember, section, zeros
+from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.episodic import finite_pairs, remembered_pairs
+from lightning_fcl.methods.functional import embeddings, predictions, states_loss, trainable
+from lightning_fcl.methods.method import Method, class_mask, for_output
+from lightning_fcl.methods.prototypes import SumOfSome, no_sums
+from lightning_fcl.methods.sample_gradients import gradients_of_samples, over_samples, squared_norms
+from lightning_fcl.randomness import seed_of
+
+
+@dataclass(eq=False)
+class DERpp(Method):
+    """Every step: holds logits of the past, and rehearses it (Buzzega et al. 2020, "Dark Experience", equation 6).
+
+    ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``: (x', z') and (x'', y'') are drawn from
+    what the client remembers, each anew in every step, with replacement; z' are the logits of the client's own model
+    when x' came in. As in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
+
+    A client remembers a uniform choice of all samples that it has been offered (reservoir sampling): those of each
+    round once, after its local training, with the logits of the model that it has just trained.
+
+    Args:
+        max_size: Samples that a client remembers, at least 1.
+        alpha: Weight of the distance from the remembered logits, at least 0.
+        beta: Weight of the remembered samples' task loss, at least 0.
+        batch_size: Samples in each of the two draws of a step, at least 1.
+
+    Raises:
+        ValueError: If an argument is out of range, or the module does not state its loss apart.
+        TypeError: If the samples are no pairs.
+
+    Example:
+        >>> DERpp(batch_size=16).recall_size
+        32
+    """
+
+    needs: ClassVar[Needs] = Needs(loss=True)
+
+    max_size: int = argument(200, at_least, 1)
+    alpha: float = argument(0.1, at_least, 0)
+    beta: float = argument(0.5, at_least, 0)
+    batch_size: int = argument(32, at_least, 1)
+
+    @property
+    def recall_size(self) -> int:
+        return 2 * self.batch_size
+
+    def recall(self, client: Client) -> Mapping[str, Tensor]:
+        return {name: client.memory[name] for name in ("x", "y", "logits") if name in client.memory}
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if not step.recalled:
+            return 0.0
+        (first, second), (_, y), (logits, _) = (step.recalled[name].chunk(2) for name in ("x", "y", "logits"))
+        output = step.outputs(first)
+        distance = F.mse_loss(output, logits.to(output.device))
+        return step.recalled_weight * (self.alpha * distance + self.beta * step.loss_of(second, y))
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        x, y = finite_pairs(data)
+        lots = torch.rand(len(y), generator=client.generator).to(x.device)
+        new = {"x": x, "y": y, "logits": predictions(client.module, own, x).to(x.device), "lot": lots}
+        if client.memory:
+            new = {name: torch.cat([client.memory[name].to(x.device), value]) for name, value in new.items()}
+        kept = new["lot"].argsort(descending=True, stable=True)[: self.max_size]
+        return {name: value[kept] for name, value in new.items()}
+
+
+@dataclass(eq=False)
+class ReFed(Method):
+    """Every batch: joins remembered samples, those of greatest gradients (Re-Fed, Li et al. 2024, CVPR).
+
+    When an experience ends, a client takes `sample_importance` of its samples of the last round and of those that it
+    remembers, and keeps the ``max_size`` that matter most. For this a personal model ``v`` takes steps on them, each
+    drawn to the model that the client received; ``v`` begins where that is, goes on where the last experience left it,
+    and stays with the client, which sends what FedAvg sends.
+
+    In the paper this comes when the next experience begins, with the server's model after the last round. A client that
+    was not drawn for the last round chooses by that model, too. The defaults are this library's.
+
+    Args:
+        max_size: Samples that a client keeps, of all experiences together, at least 1.
+        iterations: Steps of ``v``, at least 1.
+        learning_rate: Size of its steps, above 0.
+        strength: Weight of the pull, q(lambda) in the paper, at least 0; with 0, ``v`` learns from the client's samples
+            alone.
+
+    Raises:
+        ValueError: If an argument is out of range, the module does not state its loss apart, or ``v`` diverges.
+        TypeError: If the samples are no pairs.
+
+    Example:
+        >>> ReFed(max_size=100).strength
+        0.5
+    """
+
+    needs: ClassVar[Needs] = Needs(samples=True, loss=True)
+    ends_undrawn: ClassVar[bool] = True
+
+    max_size: int = argument(200, at_least, 1)
+    iterations: int = argument(5, at_least, 1)
+    learning_rate: float = argument(0.01, above, 0)
+    strength: float = argument(0.5, at_least, 0)
+
+    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
+        return remembered_pairs(client.memory)
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        if not client.part.last_round:
+            return client.memory
+        x, y = finite_pairs(data)
+        old = self.rehearse(client) or (x[:0], y[:0])
+        x, y = (torch.cat([past.to(new.device), new]) for past, new in zip(old, (x, y), strict=True))
+        if not len(y):
+            return client.memory
+        before = {name: value.to(own[name].device) for name, value in section(client.memory, "v").items()}
+        importance, v = sample_importance(
+            client.module, client.server, before, x, y, self.iterations, self.learning_rate, self.strength
+        )
+        if not torch.isfinite(importance).all():
+            raise ValueError(
+                f"Expected `learning_rate` to keep the personal model of client {client.part.client} finite but got "
+                f"{self.learning_rate}. Lower it."
+            )
+        kept = importance.argsort(descending=True, stable=True)[: self.max_size].sort().values.to(y.device)
+        return {"x": x[kept], "y": y[kept], **remember(v, "v")}
+
+
+def sample_importance(
+    module: L.LightningModule,
+    received: Mapping[str, Tensor],
+    personal: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    iterations: int,
+    learning_rate: float,
+    strength: float,
+) -> tuple[Tensor, State]:
+    """How much samples matter to a personal model v, ``sum_s ||g_s||^2 / s``, shape (n,), and where v ends.
+
+    g_s is the gradient of a sample's loss at v in iteration s = 1, 2, ...; then v takes the step ``v - learning_rate *
+    (mean g_s + strength * (v - w))``, of which w is the received state. The module is in evaluation mode, and what v
+    has no entry for is that of w.
+
+    Args:
+        personal: Where v begins, by name; an entry that it has not begins at w.
+
+    Example:
+        >>> from lightning_fcl import Classifier
+        >>> from lightning_fcl.models import MLP
+        >>> task = Classifier(MLP([2, 2]), num_classes=2)
+        >>> w = {name: torch.zeros_like(value) for name, value in task.state_dict().items()}
+        >>> x, y = Tensor([[0, 0], [1, 1]]), torch.tensor([0, 1])
+        >>> sample_importance(task, w, {}, x, y, iterations=1, learning_rate=0.1, strength=0.5)[0]
+        tensor([0.5000, 1.5000])
+    """
+    loss = states_loss(module).sample_loss
+    names = [*trainable(module)]
+    w = {name: received[name].detach() for name in module.state_dict()}
+    v = {name: {**w, **personal}[name] for name in names}
+    importance = w[names[0]].new_zeros(len(y))
+    for iteration in range(1, iterations + 1):
+        squares, total = [], zeros(v)
+        for gradients in gradients_of_samples(module, lambda output, y: loss(output, y).sum(), {**w, **v}, x, y, names):
+            squares.append(torch.stack([squared_norms(of) for of in gradients.values()]).sum(dim=0))
+            total = {name: total[name] + over_samples(lambda value: value, gradients[name]) for name in names}
+        importance = importance + torch.cat(squares) / iteration
+        v = {n: p - learning_rate * (total[n] / len(y) + strength * (p - w[n])) for n, p in v.items()}
+    return importance, v
+
+
+@dataclass(eq=False)
+class FedCBDR(Method):
+    """Every batch: joins remembered samples, chosen by their leverage among all clients' (FedCBDR, NeurIPS 2025).
+
+    A sample's leverage is ``x^T (X^T X)^+ x`` of its features x among those X of all clients: what is rare among all
+    has more, wherever it is. In the last round of an experience a client sends ``X_k^T X_k`` of its features, by its
+    own model, and receives the sum; of its samples it keeps ``max_size`` times its share of all leverage, drawn without
+    replacement with probabilities that go by it, beside those of earlier experiences. What it keeps never travels.
+
+    In the paper a client sends ``P_k X_k Q``, P_k and Q random and orthogonal, and the server draws. The scores are the
+    same, and ``X_k^T X_k`` up to a rotation is all that these hide. A client that is not drawn for the last round keeps
+    no samples of the experience. Logits of classes of earlier experiences and of others are divided by a temperature
+    each, and the cross-entropy of a sample is multiplied by a weight of either; where a temperature or a weight is not
+    1, the task's loss has to be cross-entropy. The paper has 0.9, 1.1, 1.1 and 0.9.
+
+    Args:
+        max_size: Samples kept of an experience by all clients together, at least 1.
+        old_temperature: Of logits of old classes, above 0.
+        new_temperature: Of all other logits, above 0.
+        old_weight: Of samples of old classes, at least 0.
+        new_weight: Of all other samples, at least 0.
+
+    Raises:
+        ValueError: If an argument is out of range, the Trainer is no federation's, or the module tells no features.
+
+    Example:
+        >>> FedCBDR(max_size=100).max_size
+        100
+    """
+
+    needs: ClassVar[Needs] = Needs(samples=True, logits=True, federation="no server adds up. Use the strategy")
+    reductions: ClassVar[Rules] = {"gram": SumOfSome()}
+
+    max_size: int = argument(500, at_least, 1)
+    old_temperature: float = argument(1.0, above, 0)
+    new_temperature: float = argument(1.0, above, 0)
+    old_weight: float = argument(1.0, at_least, 0)
+    new_weight: float = argument(1.0, at_least, 0)
+
+    def server_state(self, module: L.LightningModule) -> State:
+        size = no_sums(module).shape[1] - 1
+        return {"gram": no_sums(module).new_zeros(size, size, dtype=torch.float64)}
+
+    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
+        return remembered_pairs(client.memory)
+
+    @property
+    def _tells_apart(self) -> bool:
+        return {self.old_temperature, self.new_temperature, self.old_weight, self.new_weight} != {1.0}
+
+    def on_download(self, client: Client) -> Memory:
+        if not self._tells_apart:
+            return client.memory
+        return {**client.memory, "old": class_mask(client.part.num_classes, client.part.old_classes)}
+
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        if not self._tells_apart or step.y is None:
+            return 0.0
+        old = for_output(client.memory["old"], step.output)
+        scaled = step.output / torch.where(old, self.old_temperature, self.new_temperature)
+        weighted = torch.where(old[step.y], self.old_weight, self.new_weight) * _cross_entropy(scaled, step.y)
+        return step.mean(weighted - _cross_entropy(step.output, step.y))
+
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        if not client.part.last_round:
+            return {}
+        features = embeddings(client.module, own, finite_pairs(data)[0]).double()
+        return {"gram": features.T @ features}
+
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        if client.missed or not (client.part.last_round and client.active):
+            return client.memory
+        x, y = finite_pairs(data)
+        return client.memory | remember({"x": x, "y": y, "features": embeddings(client.module, own, x)}, "new")
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation = federation_of(trainer)
+        if federation is None or not (gram := federation.server.kept_for(self.section)["gram"]).any():
+            return
+        server, rank = federation.server, int(torch.linalg.matrix_rank(gram, hermitian=True))
+        inverse = torch.linalg.pinv(gram, hermitian=True)
+        for part in federation.client_rounds(federation.round.number):
+            if not (part.last_round and part.client in server.record.trained and self.applies_to(part)):
+                continue
+            server.record.download(part.client, gram.nbytes)
+            if not federation.hosts(part.client):
+                continue
+            memory = server.store.memory(part.client, self.section)
+            new = section(memory, "new")
+            scores = leverage(new.pop("features"), inverse).cpu()
+            size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
+            generator = torch.Generator().manual_seed(seed_of(federation.seed, part.client, part.round, self.section))
+            chosen = scores.clamp(min=1e-9).multinomial(size, generator=generator) if size else scores[:0].long()
+            kept = {n: torch.cat([memory.get(n, value[:0]), value[chosen]]) for n, value in new.items()}
+            server.store.remember(part.client, self.section, kept)
+        server.extra[f"{self.section}.gram"] = torch.zeros_like(gram)
+
+
+_cross_entropy = partial(F.cross_entropy, reduction="none")
+
+
+def leverage(features: Tensor, inverse: Tensor) -> Tensor:
+    """The leverage ``x^T G^+ x`` of samples by their features x, shape (n, d), and G^+, of ``X^T X`` of all samples' X.
+
+    The scores, shape (n,), of all samples add up to the rank of G.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 5.0]])
+        >>> leverage(x, torch.linalg.pinv(x.T @ x))
+        tensor([0.5000, 0.5000, 1.0000], dtype=torch.float64)
+    """
+    wide = features.double()
+    return torch.einsum("nd,de,ne->n", wide, inverse.double(), wide)
