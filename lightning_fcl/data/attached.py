@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.data_module import TRANSFER_HOOKS, overridden_hook, refuse_hooks
+from lightning_fcl.data.data_module import TRANSFER_HOOKS, refuse_hooks
 from lightning_fcl.data.stream import FederatedStream
 
 
@@ -40,11 +40,6 @@ def transfer_batch(trainer: L.Trainer, batch: Batch) -> Batch:
         return trainer.strategy.batch_to_device(owner.on_before_batch_transfer(batch, 0))
     finally:
         trainer.state.stage = stage
-
-
-def transfer_hook(module: L.LightningModule, stream: FederatedStream) -> str | None:
-    """Who overrides a hook that batches go through on their way to a module, in words; None: nobody."""
-    return overridden_hook(stream.data, stream, module)
 
 
 def refuse_transfer_hook(module: L.LightningModule, stream: FederatedStream, who: str) -> None:

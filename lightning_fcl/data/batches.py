@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_start_method
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,10 +48,9 @@ def round_half_up(value: float) -> int:
     return int(value + 0.5)
 
 
-def batches(data: Any, plan: Sequence[Tensor]) -> Iterator[Any]:
-    """The batches of a plan, from samples stacked in any nest of lists and dicts of tensors."""
-    for indices in plan:
-        yield apply_to_collection(data, Tensor, lambda value, indices=indices: value[indices])
+def some_of(samples: Any, rows: Tensor) -> Any:
+    """Some samples of those that are stacked in any nest of lists and dicts of tensors."""
+    return apply_to_collection(samples, Tensor, itemgetter(rows))
 
 
 # Samples that are read when they are asked for.

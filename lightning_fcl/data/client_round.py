@@ -47,9 +47,6 @@ class ClientRound:
     task_classes: tuple[int, ...] = ()
     drawn: bool = True
 
-    def not_drawn(self) -> ClientRound:
-        return replace(self, drawn=False)
-
     @property
     def balanced(self) -> bool:
         """Whether all classes are there, the rarest at least half as often as the most frequent."""

@@ -98,11 +98,6 @@ def images_of(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
         yield batch[0]
 
 
-def pixels_of(x: Tensor) -> Tensor:
-    """What a backbone takes: bytes scaled to [0, 1], not normalised, or samples as they are."""
-    return x / 255 if x.dtype == torch.uint8 else x
-
-
 def as_pixels(samples: Samples) -> Samples:
     """Images as a backbone takes them: stored bytes become numbers from 0 to 1, and are not normalised."""
     if not isinstance(samples.x, Tensor) or samples.x.dtype != torch.uint8:
@@ -133,7 +128,8 @@ def _backbone(given: nn.Module | str) -> Any:
 
 
 def _features(network: Any, x: Tensor, device: torch.device | None) -> Tensor:
-    features: Tensor = network.embed(pixels_of(x).to(device))
+    pixels = x / 255 if x.dtype == torch.uint8 else x  # scaled to [0, 1], not normalised
+    features: Tensor = network.embed(pixels.to(device))
     return features.float().cpu()
 
 

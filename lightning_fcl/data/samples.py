@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from lightning_fcl.data.batches import Collate, Loading
 from lightning_fcl.data.datasets import Arrays, load
-from lightning_fcl.data.datasets.measurement import Measurement
+from lightning_fcl.data.datasets.arrays import Measurement
 from lightning_fcl.data.scenarios import IntArray
 
 
@@ -158,8 +158,8 @@ def of_public(data: str | PublicData | Arrays) -> Samples:
     )
 
 
-class PixelRows(Dataset[tuple[Tensor, Tensor]]):
-    """Some samples of stored pixels as a data set, normalised when they are read."""
+class SampleRows(Dataset[tuple[Tensor, Tensor]]):
+    """Some samples in memory as a data set; stored pixels are normalised when they are read."""
 
     def __init__(self, samples: Samples, indices: IntArray) -> None:
         self.samples = samples
@@ -177,9 +177,7 @@ class PixelRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def rows_of(samples: Samples, indices: IntArray) -> Dataset[Any]:
-    if isinstance(samples.x, Dataset):
-        return Subset(samples.x, indices.tolist())
-    return TensorDataset(*samples.take(indices)) if samples.scale is None else PixelRows(samples, indices)
+    return Subset(samples.x, indices.tolist()) if isinstance(samples.x, Dataset) else SampleRows(samples, indices)
 
 
 def normalised(samples: Samples, mean: Any, std: Any) -> Samples:

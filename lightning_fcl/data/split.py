@@ -86,8 +86,10 @@ def draw(
     partition: Partition | None,
     division: Split | None,
     seed: int,
-) -> Plan:
+) -> tuple[Samples, Plan]:
     """A stream's plan: samples split, divided among clients by a partition, and dealt out over rounds by a scenario.
+
+    The samples come back with their classes as the scenario numbers them.
 
     Without a division own sets of a data module, or of splits, are validated and tested on, of other data a fifth is.
     """
@@ -114,4 +116,7 @@ def draw(
     plan = scenario.plan(pool, seed)
     if reserved := {"server", "clients"} & set(plan.clients):
         raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
-    return plan
+    if plan.order is not None:
+        names = tuple(samples.classes[c] for c in plan.order[: plan.outputs])
+        samples = replace(samples, targets=np.argsort(plan.order)[samples.targets], classes=names)
+    return samples, plan

@@ -9,18 +9,17 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
-from lightning_fcl.data.client_loader import ClientLoader
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
 from lightning_fcl.data.experiences import Benchmark, experiences_of, refuse_dealt, scenario_of
 from lightning_fcl.data.features import as_pixels, embedded
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.own import Data, names_clients, of_anything, samples_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Samples, name_of, normalised, rows_of
@@ -56,9 +55,6 @@ class FederatedStream(L.LightningDataModule):
         features: A frozen backbone whose features take the images' place, made once and kept in the user's cache: a
             name of `lightning_fcl.models.frozen_backbone`, or a module with ``embed(x)``, which takes stored pixels,
             scaled to [0, 1], and normalises them by itself. What a data set draws for an image is drawn once.
-
-    Raises:
-        ValueError: If the data cannot be split as asked.
 
     Example:
         >>> from lightning_fcl.data.partition import IID
@@ -151,10 +147,8 @@ class FederatedStream(L.LightningDataModule):
             >>> stream.setup("fit"); stream.plan.clients
             ('0', '1', '2')
         """
-        collate_fn = kwargs.get("collate_fn") or default_collate
-        samples = of_anything(x, y, client, group, classes, collate_fn)
-        samples = samples if mean is None and std is None else normalised(samples, mean, std)
-        stream = cls(samples, **kwargs)
+        samples = of_anything(x, y, client, group, classes, kwargs.get("collate_fn") or default_collate)
+        stream = cls(samples if mean is None and std is None else normalised(samples, mean, std), **kwargs)
         refuse_dealt(stream.scenario, client=None if client is None else "owners")
         if client is not None and stream.partition is None:
             stream.partition = Natural()
@@ -172,9 +166,6 @@ class FederatedStream(L.LightningDataModule):
             scenario: Default: `ClassIncremental` where no class comes twice, else `DomainIncremental`, an experience a
                 domain; or one of these with other arguments than the experiences.
             kwargs: Arguments of `FederatedStream`.
-
-        Raises:
-            ValueError: If there is no experience.
         """
         samples, order = experiences_of(benchmark)
         if samples.test is not None:
@@ -209,10 +200,7 @@ class FederatedStream(L.LightningDataModule):
                 self.prepare_data()
             left_open = [*self.left_open, *(["collate_fn"] if self.collate_fn is None else [])]
             samples = samples_of(self.data, self._classes, self.seed, left_open)
-            self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
-            if self.plan.order is not None:
-                names = tuple(samples.classes[c] for c in self.plan.order[: self.plan.outputs])
-                samples = replace(samples, targets=np.argsort(self.plan.order)[samples.targets], classes=names)
+            samples, self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
             self.hold(samples)
             self._torn_down = False
         if isinstance(self.data, L.LightningDataModule) and stage == "predict":
@@ -267,10 +255,10 @@ class FederatedStream(L.LightningDataModule):
 
     def client_round(self, client: str, round: int) -> ClientRound:
         """What is known of a client's part in a round."""
-        indices = self.plan.train[round].get(client, EMPTY)
-        numbers = self.plan.experiences[client]
-        last = round + 1 == self.plan.rounds or numbers[round + 1] != numbers[round]
-        new, old = self.plan.classes(round)
+        plan = self.plan
+        indices, numbers = plan.train[round].get(client, EMPTY), plan.experiences[client]
+        last = round + 1 == plan.rounds or numbers[round + 1] != numbers[round]
+        new, old = plan.classes(round)
         return ClientRound(
             client,
             round,
@@ -279,10 +267,10 @@ class FederatedStream(L.LightningDataModule):
             self.num_classes,
             last,
             len(indices),
-            self.plan.samples_of(client),
+            plan.samples_of(client),
             new_classes=new,
             old_classes=old,
-            task_classes=self.plan.classes_of_task(client, numbers[round]),
+            task_classes=plan.classes_of_task(client, numbers[round]),
         )
 
     # Loaders, as any LightningDataModule has them.
@@ -323,3 +311,40 @@ class FederatedStream(L.LightningDataModule):
         workers = self.num_workers if draws else 0
         loading = Loading(size, num_workers=workers, collate_fn=self.samples.collate(part))
         return self.samples.loaders.get(part, loading)
+
+
+class ClientLoader:
+    """The training data of all clients, which a `FederatedStrategy` replaces by the batches of each round.
+
+    In a plain Trainer a stream of one client can be iterated as it is: an epoch is a round.
+    """
+
+    def __init__(self, stream: FederatedStream) -> None:
+        self.stream = stream
+
+    def __len__(self) -> int:
+        if self.stream.count_batches is None:
+            raise TypeError(
+                'Expected a Trainer with `strategy="federated"` that fits to count the batches of a client in a round '
+                "but there is none."
+            )
+        return self.stream.count_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        stream, plan, trainer = self.stream, self.stream.plan, self.stream.trainer
+        if len(plan.clients) != 1 or trainer is None:
+            raise ValueError(
+                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients but got a '
+                "plain one, which trains a single client."
+            )
+        client, round = plan.clients[0], current_round(trainer)
+        if round >= plan.rounds and trainer.max_epochs == plan.rounds:
+            return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
+        if round >= plan.rounds:
+            raise ValueError(
+                f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}."
+            )
+        rows, batching = plan.train[round][client], Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+        steps = plan_batches(len(rows), 1, batching, order_keys(stream.seed, [client], round))
+        requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(steps))
+        yield from stream.read(requests) if stream.samples.draws else (stream.take(one.rows) for one in requests)

@@ -17,8 +17,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of, transfer_hook
+from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.data_module import overridden_hook
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries
@@ -110,7 +111,7 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
         for hook in hooks:
             if getattr(type(watcher), hook, None) is not getattr(plain, hook, None):
                 return f"`{type(watcher).__name__}` overrides `{hook}`"
-    return transfer_hook(module, stream)
+    return overridden_hook(stream.data, stream, module)
 
 
 def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:

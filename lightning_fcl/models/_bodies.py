@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least, did_you_mean, require
-from lightning_fcl.models._parts import check_blocks
+from lightning_fcl.models._parts import check_blocks, check_image_size
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
 
@@ -57,7 +57,7 @@ def vit_body(
 ) -> Body:
     """The body of `lightning_fcl.models.ViT`, whose arguments it has; with ``tokens`` all patches, not normed."""
     check_blocks(width, heads, depth, mlp_ratio)
-    _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
+    check_image_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
     body: nn.Module = _timm("vision_transformer.VisionTransformer")(
         image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio, **bare
@@ -72,20 +72,20 @@ def _vit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
 
 def _cait(image_size: int, channels: int, options: dict[str, Any]) -> Body:
     options = {"patch_size": _choose(image_size, 4, 16), **options}
-    _check_size("CaiT", image_size, multiple=options["patch_size"], least=2 * options["patch_size"])
+    check_image_size("CaiT", image_size, multiple=options["patch_size"], least=2 * options["patch_size"])
     return _of_timm("cait.Cait", options, img_size=image_size, in_chans=channels)
 
 
 def _pit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
     stride = options.get("stride", _choose(image_size, 2, 8))
     options = {"patch_size": 2 * stride, "stride": stride, **options}
-    _check_size("PiT", image_size, multiple=stride, least=6 * stride)  # 5 patches a side: 5, 3, 2
+    check_image_size("PiT", image_size, multiple=stride, least=6 * stride)  # 5 patches a side: 5, 3, 2
     return _of_timm("pit.PoolingVisionTransformer", options, img_size=image_size, in_chans=channels)
 
 
 def _pvt(image_size: int, channels: int, options: dict[str, Any]) -> Body:
     stride = _choose(image_size, 2, 4)
-    _check_size("PVT", image_size, multiple=8 * stride, least=16 * stride)
+    check_image_size("PVT", image_size, multiple=8 * stride, least=16 * stride)
     options = {"sr_ratios": _choose(image_size, (4, 2, 1, 1), (8, 4, 2, 1)), **options}
     body, features = _of_timm("pvt_v2.PyramidVisionTransformerV2", options, in_chans=channels)
     body.patch_embed.proj.stride = (stride, stride)  # timm has the 4 of the paper in its code
@@ -95,14 +95,14 @@ def _pvt(image_size: int, channels: int, options: dict[str, Any]) -> Body:
 def _swin(image_size: int, channels: int, options: dict[str, Any]) -> Body:
     patch, window = _choose(image_size, (2, 4), (4, 7))
     options = {"patch_size": patch, "window_size": window, "drop_path_rate": 0.0, **options}
-    _check_size("Swin", image_size, multiple=8 * options["patch_size"], least=16 * options["patch_size"])
+    check_image_size("Swin", image_size, multiple=8 * options["patch_size"], least=16 * options["patch_size"])
     return _of_timm("swin_transformer.SwinTransformer", options, img_size=image_size, in_chans=channels)
 
 
 def _levit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
     levit, convolution = _timm("levit.Levit"), _timm("levit.ConvNorm")
     stride = _choose(image_size, 4, 16)
-    _check_size("LeViT", image_size, multiple=stride, least=5 * stride)  # 5 positions a side: 5, 3, 2
+    check_image_size("LeViT", image_size, multiple=stride, least=5 * stride)  # 5 positions a side: 5, 3, 2
     options = dict(_checked(levit, options))
     if stride == 4:
         width = options["embed_dim"][0]
@@ -164,16 +164,6 @@ def _of_timm(path: str, options: dict[str, Any], **sizes: int) -> tuple[Any, int
 
 def _choose(image_size: int, small: Any, large: Any) -> Any:
     return small if image_size < LARGE else large
-
-
-def _check_size(name: str, image_size: int, multiple: int, least: int) -> None:
-    at_least(1, patch_size=multiple)
-    if image_size < least or image_size % multiple:
-        near = max(least, -(-image_size // multiple) * multiple)
-        raise ValueError(
-            f"Expected `image_size` to be a multiple of {multiple} and at least {least} for {name} but got "
-            f"{image_size}. Resize the images, to {near} for example."
-        )
 
 
 def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:

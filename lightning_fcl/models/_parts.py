@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fcl.errors import above
+from lightning_fcl.errors import above, at_least
 
 
 def heads_of(tokens: Tensor, heads: int) -> Tensor:
@@ -114,6 +114,17 @@ def check_blocks(width: int, heads: int, depth: int = 1, mlp_ratio: float = 1.0)
     above(0, width=width, heads=heads, depth=depth, mlp_ratio=mlp_ratio)
     if width % heads:
         raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+
+
+def check_image_size(name: str, image_size: int, multiple: int, least: int) -> None:
+    """Refuse images that a network cannot cut into patches, once or several times."""
+    at_least(1, patch_size=multiple)
+    if image_size < least or image_size % multiple:
+        near = max(least, -(-image_size // multiple) * multiple)
+        raise ValueError(
+            f"Expected `image_size` to be a multiple of {multiple} and at least {least} for {name} but got "
+            f"{image_size}. Resize the images, to {near} for example."
+        )
 
 
 def as_map(tokens: Tensor, side: int) -> Tensor:

@@ -117,16 +117,13 @@ class EchoStateNetwork(Described):
         return torch.cat(list(self.blocks(x))).transpose(0, 1)
 
     @torch.no_grad()
-    def blocks(self, x: Tensor, gain: Tensor | None = None, bias: Tensor | None = None) -> Iterator[Tensor]:
+    def blocks(self, x: Tensor) -> Iterator[Tensor]:
         """The states of successive blocks of time steps, each of shape (steps, batch, N_R), after the washout.
 
-        Nothing but the current block is held. ``gain`` and ``bias``, where not the reservoir's own, have the shape
-        (N_R,), or (batch, N_R) for one set per sequence.
+        Nothing but the current block is held.
         """
         x = self.checked(x)
-        gain = self.gain if gain is None else gain
-        bias = self.bias if bias is None else bias
-        weights = [self._effective(layer, gain, bias) for layer in range(self.layers)]
+        weights = [self._effective(layer) for layer in range(self.layers)]
         states = [x.new_zeros(len(x), self.units) for _ in range(self.layers)]
         for start in range(0, x.shape[1], BLOCK):
             drive = x[:, start : start + BLOCK].transpose(0, 1)
@@ -138,14 +135,12 @@ class EchoStateNetwork(Described):
                 whole = outputs[0] if self.layers == 1 else torch.cat(outputs, dim=-1)
                 yield whole[max(0, self.washout - start) :]
 
-    def _effective(self, layer: int, gain: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """A layer's weights with gain and bias worked in; per-sequence gains cannot be, and come along."""
+    def _effective(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's input weights, recurrent weights and constant input, with gain and bias worked in."""
         part = self._part(layer)
         drive, recurrent = self.weights(layer)
-        g, b, constant = gain[..., part], bias[..., part], self.recurrent_bias[part]
-        if g.dim() == 1:
-            return g[:, None] * drive, g[:, None] * recurrent, b + g * constant, None
-        return drive, recurrent, b + g * constant, g
+        gain = self.gain[part]
+        return gain[:, None] * drive, gain[:, None] * recurrent, self.bias[part] + gain * self.recurrent_bias[part]
 
     def _part(self, layer: int) -> slice:
         return slice(layer * self.units, (layer + 1) * self.units)
@@ -154,23 +149,13 @@ class EchoStateNetwork(Described):
         """A layer's input weights, shape (units, inputs), and recurrent weights, shape (units, units)."""
         return getattr(self, f"input_weight_{layer}"), getattr(self, f"recurrent_weight_{layer}")
 
-    def _run(
-        self, effective: tuple[Tensor, Tensor, Tensor, Tensor | None], u: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, effective: tuple[Tensor, Tensor, Tensor], u: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """States of one layer over a block of inputs (steps, batch, inputs), in place of its activations."""
-        w_in, w, constant, gain = effective
-        flat = u.reshape(-1, u.shape[-1])
-        if gain is None:
-            out = torch.addmm(constant, flat, w_in.t()).view(*u.shape[:2], -1)
-        else:
-            out = (flat @ w_in.t()).view(*u.shape[:2], -1).mul_(gain).add_(constant)
-            product = torch.empty_like(state)
+        w_in, w, constant = effective
+        out = torch.addmm(constant, u.reshape(-1, u.shape[-1]), w_in.t()).view(*u.shape[:2], -1)
         transposed, leak = w.t(), self.leaking_rate
         for step in out.unbind(0):
-            if gain is None:
-                tanh_(step.addmm_(state, transposed))
-            else:
-                tanh_(step.addcmul_(torch.mm(state, transposed, out=product), gain))
+            tanh_(step.addmm_(state, transposed))
             if leak != 1:
                 torch.lerp(state, step, leak, out=step)
             state = step
@@ -235,9 +220,8 @@ class EchoStateNetwork(Described):
         other.leaking_rate = self.leaking_rate
         with torch.no_grad():
             for layer in range(self.layers):
-                *weights, constant, _ = self._effective(layer, self.gain, self.bias)
                 targets = (*other.weights(layer), other.recurrent_bias[self._part(layer)])
-                for target, value in zip(targets, (*weights, constant), strict=True):
+                for target, value in zip(targets, self._effective(layer), strict=True):
                     target.copy_(value)
         return other
 

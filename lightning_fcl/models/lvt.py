@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models._parts import Block, check_blocks, heads_of, initialise, with_class_token
+from lightning_fcl.models._parts import Block, check_blocks, check_image_size, heads_of, initialise, with_class_token
 from lightning_fcl.models.described import Described
 from lightning_fcl.models.vit import SplitViT
 
@@ -74,11 +74,7 @@ class LVTBody(Described):
     ) -> None:
         super().__init__()
         check_blocks(width, heads, depth, mlp_ratio)
-        if patch_size < 1 or image_size % patch_size or image_size < 2 * patch_size:
-            raise ValueError(
-                f"Expected `image_size` to be a multiple of `patch_size`={patch_size}, at least twice, but got "
-                f"{image_size}. Resize the images, or choose other patches."
-            )
+        check_image_size("LVT", image_size, multiple=patch_size, least=2 * patch_size)
         side = image_size // patch_size
         self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import Alike, Batch, Request, alike, batches, joined, number_of
+from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, number_of, some_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.orders import order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
@@ -144,7 +144,7 @@ class Cohort:
             pool = joined([self._stream.take(rows), *filter(number_of, extra)])
 
         def take(chosen: IntArray) -> Any:
-            return self._stream.take(rows[chosen]) if pool is None else next(batches(pool, [torch.from_numpy(chosen)]))
+            return self._stream.take(rows[chosen]) if pool is None else some_of(pool, torch.from_numpy(chosen))
 
         for step in range(len(self)):
             if self._alike:
@@ -167,7 +167,7 @@ class Cohort:
         """A client's batch and the remembered samples that join it."""
         chosen, own = self._chosen(row, step), self.clients.samples[row]
         joining = torch.from_numpy(chosen[chosen >= own] - own)
-        return joined([batch, next(batches(extra, [joining]))]) if len(joining) else batch
+        return joined([batch, some_of(extra, joining)]) if len(joining) else batch
 
     def _chosen(self, row: int, step: int) -> IntArray:
         chosen: IntArray = self._index[row, step, : self._lengths[row, step]]

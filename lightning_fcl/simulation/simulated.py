@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,7 +121,7 @@ def _end_undrawn(round: Round, method: Declaration, done: Collection[str]) -> No
             **own_entries(federation.server.store[client.client], federation.module.device),
         }
         memory = federation.server.store.memory(client.client, method.section)
-        undrawn = client_of(method, federation.module, memory, own, client.not_drawn())
+        undrawn = client_of(method, federation.module, memory, own, replace(client, drawn=False))
         federation.server.store.remember(client.client, method.section, method.end_round(undrawn, own, data))
 
 

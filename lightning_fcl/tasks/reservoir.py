@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, Metric, R2Score
 
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import one_of
-from lightning_fcl.federation.aggregation import Rules
+from lightning_fcl.federation.aggregation import Rules, State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
-from lightning_fcl.tasks.ridge import RidgeTask
-from lightning_fcl.tasks.ridge_targets import Numbers, OneHot, ReadoutTargets
-from lightning_fcl.tasks.ridge_trainer import PlasticityRule, ReservoirTrainer, Share
+from lightning_fcl.tasks.ridge_statistics import Numbers, OneHot, ReadoutTargets
+from lightning_fcl.tasks.ridge_task import RidgeTask, RidgeTrainer, Share, with_rows
+
+
+class PlasticityRule(Protocol):
+    """How gain and bias adapt: `lightning_fcl.callbacks.IntrinsicPlasticity`."""
+
+    mu: float
+    sigma: float
+
+    def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]: ...
 
 
 class ReservoirTask(RidgeTask):
-    """An echo state network with a ridge readout. See `lightning_fcl.tasks.ridge.RidgeTask` for how it learns.
+    """An echo state network with a ridge readout. See `lightning_fcl.tasks.ridge_task.RidgeTask` for how it learns.
 
     `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in the rounds before. The arguments are those of
     `lightning_fcl.ReservoirClassifier`.
@@ -128,6 +140,50 @@ class ReservoirTask(RidgeTask):
         reservoir = self.reservoir
         plain = {"leaking_rate": reservoir.leaking_rate, "washout": reservoir.washout}
         return {**super().fingerprint(), "readout": self.features, **plain}
+
+
+class ReservoirTrainer(RidgeTrainer):
+    """A `RidgeTrainer` that adapts reservoirs in the rounds before their readouts are learnt."""
+
+    module: ReservoirTask
+    _gain: Tensor
+    _bias: Tensor
+
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        if not self.module.adapting:
+            super().begin(clients, states, memories, optimizers)
+            return
+        self.client_rounds, self.memories = clients, memories
+        self._gain, self._bias = (
+            torch.stack([state[f"reservoir.{name}"] for state in states]) for name in ("gain", "bias")
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
+        if not self.module.adapting:
+            super().training_step(batch, batch_idx, weight)
+            return
+        assert weight is not None  # batches are stacked
+        self.module.count_step()
+        rule, reservoir, real = self.module.plasticity, self.module.reservoir, weight > 0
+        if rule is None:
+            return
+        owner = real.nonzero()[:, 0]
+        rows = reservoir.plasticity(batch[0][real], rule.mu, rule.sigma, self._gain[owner], self._bias[owner])
+        gain, bias = self._gain[: len(real)], self._bias[: len(real)]
+        dg, db = (torch.zeros_like(gain).index_add_(0, owner, row) / real.sum(dim=1, keepdim=True) for row in rows)
+        gain[:], bias[:] = rule.step(gain, bias, dg, db, reservoir.layers)
+
+    def finish(self) -> Trained:
+        if not self.module.adapting:
+            return super().finish()
+        states = with_rows(self.module, len(self.client_rounds))
+        return Trained({**states, "reservoir.gain": self._gain, "reservoir.bias": self._bias}, self.memories)
 
 
 class ReservoirClassifier(ReservoirTask):

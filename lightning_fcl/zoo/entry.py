@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_fcl.data.datasets.measurement import Measurement
+from lightning_fcl.data.datasets.arrays import Measurement
 from lightning_fcl.evaluation.files import check_digest, read_sums, sha256, write_sums
 from lightning_fcl.hub.documents import parse, read_yaml
 

@@ -49,18 +49,6 @@ def test_states_are_those_of_a_plain_loop(make_reservoir, by_numpy, options, pla
     assert np.abs(expected).max() > 0.1
 
 
-@pytest.mark.parametrize("options", [{}, {"layers": 2, "bias_scaling": 0.3, "washout": 2}, {"leaking_rate": 1.0}])
-def test_every_sequence_may_have_gains_of_its_own(make_reservoir, by_numpy, options):
-    reservoir, x = make_reservoir(**options), inputs()
-    gain, bias = 0.5 + torch.rand(4, reservoir.features).double(), torch.randn(4, reservoir.features).double()
-    expected = by_numpy.run(reservoir, x, gain, bias)[2][:, reservoir.washout :]
-    states = torch.cat(list(reservoir.blocks(x, gain, bias))).transpose(0, 1)
-    np.testing.assert_allclose(states.numpy(), expected, rtol=0, atol=1e-12)
-    for row in range(4):  # and one set for all is the same as that set for each
-        alone = torch.cat(list(reservoir.blocks(x, gain[row], bias[row]))).transpose(0, 1)
-        np.testing.assert_allclose(alone[row].numpy(), expected[row], rtol=0, atol=1e-12)
-
-
 def test_single_precision_is_the_same_up_to_rounding(make_reservoir, by_numpy):
     reservoir, x = make_reservoir().float(), inputs()
     states = reservoir(x)

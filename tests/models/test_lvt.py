@@ -101,13 +101,13 @@ def test_other_sizes_and_one_image():
         ({"heads": 5}, "Expected `width` to be a multiple of `heads`=5 but got 192."),
         (
             {"image_size": 30},
-            "Expected `image_size` to be a multiple of `patch_size`=4, at least twice, but got 30. Resize the images, "
-            "or choose other patches.",
+            "Expected `image_size` to be a multiple of 4 and at least 8 for LVT but got 30. Resize the images, to 32 "
+            "for example.",
         ),
         (
             {"image_size": 4},
-            "Expected `image_size` to be a multiple of `patch_size`=4, at least twice, but got 4. Resize the images, "
-            "or choose other patches.",
+            "Expected `image_size` to be a multiple of 4 and at least 8 for LVT but got 4. Resize the images, to 8 for "
+            "example.",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import ReservoirClassifier, ReservoirRegressor
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, LwF
 from lightning_fcl.models import EchoStateNetwork
-from lightning_fcl.tasks.ridge_trainer import ReservoirTrainer
+from lightning_fcl.tasks.reservoir import ReservoirTrainer
 
 
 def exactly(message):

@@ -5,7 +5,6 @@ modules are imported when they are asked for, and import no more than NumPy.
 """
 
 import importlib
-import inspect
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -27,7 +26,7 @@ def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
     Args:
         name: One of the names that `describe` lists.
         root: Folder of the data sets, see `data_root`.
-        **options: What the data set's own ``load`` takes besides `root`.
+        **options: What the data set's own ``load`` takes besides `root`, of the types that it says.
 
     Raises:
         ValueError: If there is no such data set or option, or if the files are damaged.
@@ -38,16 +37,10 @@ def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
         >>> data.x.shape, data.classes[:3]
         ((1797, 1, 8, 8), ('0', '1', '2'))
     """
+    from lightning_fcl.models.described import cast_arguments  # with torch, which nothing else here needs
+
     loader = _module(name).load
-    allowed = [option for option in inspect.signature(loader).parameters if option != "root"]
-    for option in options:
-        if option not in allowed:
-            known = ", ".join(f"`{entry}`" for entry in allowed) or "none"
-            raise ValueError(
-                f"Expected an option of the data set {name!r} ({known}) but got `{option}`. Remove it or mend its "
-                "spelling."
-            )
-    return cast(Arrays, loader(data_root(root), **options))
+    return cast(Arrays, loader(data_root(root), **cast_arguments(loader, options, name)))
 
 
 def describe() -> list[Source]:

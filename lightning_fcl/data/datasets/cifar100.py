@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, resize_all
-from lightning_fcl.data.datasets.pickles import pickled_array, read_pickle
+from lightning_fcl.data.datasets.files import pickled_array, read_pickle
+from lightning_fcl.data.datasets.images import Scale, photographs, resize_all
+from lightning_fcl.errors import at_least
 from lightning_fcl.hub.reading import ensure, reading
 
 SOURCE = SOURCES["cifar100"]
@@ -33,7 +34,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
     ``size`` is height and width in pixels; see `lightning_fcl.data.datasets.images.photographs`. The complete set has
     60000 images, shape (n, 3, size, size).
     """
-    check_photographs(size, normalize)
+    at_least(1, size=size)
     pixels, labels, names, test = read_images(SOURCE.find(root)[1], size)
     return photographs(pixels, labels["fine"], names["fine"], normalize, test)
 

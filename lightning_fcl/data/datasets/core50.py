@@ -12,8 +12,9 @@ import numpy as np
 
 from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import check_flag, numbered_paths
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all
+from lightning_fcl.data.datasets.files import numbered_paths
+from lightning_fcl.data.datasets.images import Scale, photographs, read_image, resize_all
+from lightning_fcl.errors import at_least
 
 _FOLDERS = {"core50_128x128": 128, "core50_32x32": 32}
 
@@ -43,8 +44,7 @@ def load(
             blocks of 50 are the sessions. That is how this project reads the 11 tasks of 50 classes of Zuo et al.
             2024. There is no official test set then, as its sessions would have no training images.
     """
-    check_photographs(size, normalize)
-    check_flag(by_session=by_session)
+    at_least(1, size=size)
     folder = SOURCE.find(root)[1]
     frames = _frames(folder)
     paths = [path for own in frames.values() for path in own]

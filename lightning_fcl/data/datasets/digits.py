@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_fcl.data.datasets import SOURCES
-from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.measurement import Measurement
+from lightning_fcl.data.datasets.arrays import Arrays, Measurement
 from lightning_fcl.errors import at_least, require
 from lightning_fcl.hub.reading import reading
 from lightning_fcl.hub.source import Layout

@@ -10,7 +10,8 @@ import numpy as np
 
 from lightning_fcl.data.datasets import SOURCES, cifar100
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs
+from lightning_fcl.data.datasets.images import Scale, photographs
+from lightning_fcl.errors import at_least
 
 SOURCE = SOURCES["fc100"]
 
@@ -32,7 +33,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
     as in the continual stream over all 100 classes of Zuo et al. 2024: consecutive blocks of ten classes are two
     superclasses each. ``size`` and ``normalize`` are those of `lightning_fcl.data.datasets.cifar100.load`.
     """
-    check_photographs(size, normalize)
+    at_least(1, size=size)
     pixels, labels, names, test = cifar100.read_images(SOURCE.find(root)[1], size)
     coarse = [names["coarse"].index(name) for name in SUPERCLASSES]
     order = [label for number in coarse for label in np.unique(labels["fine"][labels["coarse"] == number]).tolist()]

@@ -1,10 +1,14 @@
-"""Files of data sets, read with checks and limits: arrays of npz files, lines of text, numbered files."""
+"""Files of data sets, read with checks and limits: npz files, pickles that may call nothing, lines, numbered files."""
 
 import math
+import mmap
+import pickle
+import pickletools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 from zipfile import ZipFile
 
 import numpy as np
@@ -81,21 +85,6 @@ def check_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], wanted: Wanted,
             raise ValueError(f"Expected `{name}` of {path} to hold {problem}. {remedy}")
 
 
-def check_whole(what: str, given: object, example: str) -> None:
-    """Refuse what is no whole number of at least 1; a bool is an int to Python, hence `type`."""
-    if type(given) is not int or given < 1:
-        raise ValueError(
-            f"Expected {what} to be a whole number of at least 1 but got {given!r}. Pass, for example, {example}."
-        )
-
-
-def check_flag(**arguments: object) -> None:
-    """Refuse an argument that is neither True nor False."""
-    for name, value in arguments.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"Expected `{name}` to be True or False but got {value!r}. Choose one of these.")
-
-
 def check_subset(name: str, given: Sequence[str], known: Iterable[str]) -> None:
     """Refuse what is no list of different names among the known ones."""
     if isinstance(given, str) or not given or len(set(given)) < len(given) or not set(given) <= set(known):
@@ -127,3 +116,73 @@ def numbered_paths(folder: Path, pattern: str) -> list[Path]:
     """What lies in a folder under names that fit a pattern, in the order of the number that is the pattern's group."""
     found = {path: re.fullmatch(pattern, path.name) for path in folder.glob("*")}
     return [path for _, path in sorted((int(match[1]), path) for path, match in found.items() if match)]
+
+
+# Pickles of arrays that may call nothing.
+
+_ADMITTED = {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}
+_ADMITTED |= {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
+_NUMBERS = {
+    f"{kind}{size}" for kind, sizes in {"b": "1", "i": "1248", "u": "1248", "f": "248"}.items() for size in sizes
+}
+_OBJECT = 256  # bytes that an opcode makes at most, beside its argument: those of an empty set
+
+
+class _Call:
+    """A call that a pickle asks for, which is never made, with the state it sets on the result."""
+
+    def __init__(self, name: str, *args: Any) -> None:
+        self.name = name
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Resolves no global: the calls that arrays need are noted down, all others are refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ADMITTED:
+            raise ValueError(f"`{module}.{name}`, which could run any code")
+        return partial(_Call, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise ValueError("objects outside of itself")
+
+
+def read_pickle(path: Path, remedy: str = AGAIN) -> Any:
+    """What a pickle holds of numbers, strings, lists, dicts, and of what `pickled_array` makes arrays.
+
+    What the file wants called is never called. Strings of Python 2 are read with Latin-1, which is how NumPy keeps
+    bytes.
+    """
+    with reading(path, "to be a whole pickle of numbers", remedy), path.open("rb") as file:
+        ensure(size := path.stat().st_size, "an empty file")
+        # Of a file that is mapped no more can be asked for than is there.
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            for number, (opcode, value, place) in enumerate(pickletools.genops(cast(IO[bytes], content))):
+                if not number % 1000:
+                    check_size(size + _OBJECT * number, size)
+                # Memories are numbered one by one, and the unpickler makes room for all up to the highest.
+                if opcode.name.endswith("PUT") and (value or 0) > (place or 0):
+                    raise ValueError(f"a memory of number {value} at byte {place}")
+            content.seek(0)
+            return _Unpickler(content, encoding="latin1").load()
+
+
+def pickled_array(value: Any) -> NDArray[Any]:
+    """An array of numbers that a pickle holds."""
+    if not isinstance(value, _Call) or value.name != "_reconstruct" or not value.state:
+        raise ValueError(f"no array but {str(value)[:40]!r}")
+    _, shape, dtype, fortran, content = value.state
+    if isinstance(content, _Call) and content.name == "encode" and content.args[1] in ("latin1", "latin-1"):
+        content = content.args[0]
+    content = content.encode("latin1") if isinstance(content, str) else content
+    code, order = dtype.args[0], dtype.state[1] if dtype.state else "|"
+    fits = dtype.name == "dtype" and code in _NUMBERS and order in ("<", ">", "|", "=")
+    ensure(fits, f"an array of type {str(code)!r}")
+    kind = np.dtype(f"{order}{code}")
+    ensure(len(content) == math.prod(shape) * kind.itemsize, f"{len(content)} bytes for {kind} of shape {shape}")
+    return np.frombuffer(content, kind).reshape(shape, order="F" if fortran else "C")

@@ -14,19 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets import SOURCES
-from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.arrays import Arrays, Sensor
 from lightning_fcl.data.datasets.files import check_subset, in_range
-from lightning_fcl.data.datasets.measurement import Sensor
 from lightning_fcl.data.datasets.series import (
     Recording,
     Scale,
-    check_options,
     chunked,
     measured_series,
     read_windows,
     stretches,
 )
-from lightning_fcl.errors import one_of, require
+from lightning_fcl.errors import at_least, require
 from lightning_fcl.hub.reading import check_size, reading
 
 if TYPE_CHECKING:
@@ -85,8 +83,7 @@ def load(
         `x` of shape (n, chunk, features), time first; `client` the user, "a" to "i"; `group` the place of the model in
         `devices`, None for ``windows.npz``.
     """
-    check_options(_WINDOW if chunk is None else chunk, normalize)
-    one_of(("raw", "statistics"), features=features)
+    at_least(1, chunk=_WINDOW if chunk is None else chunk)
     models = DEVICES if devices is None else devices
     check_subset("devices", models, _MODELS)
     layout, path = SOURCE.find(root)

@@ -11,10 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import check_whole
-from lightning_fcl.data.datasets.measurement import Measurement, Reach
-from lightning_fcl.errors import one_of, require
+from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Reach
+from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import cache_folder, write_whole
 from lightning_fcl.hub.reading import check_size, ensure, reading
 
@@ -32,19 +30,13 @@ _MODES = {"L": ("L", "RGB"), "RGB": ("L", "RGB", "CMYK")}
 _FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
-def check_photographs(size: int, normalize: str) -> None:
-    check_whole("`size`, height and width in pixels,", size, "32")
-    one_of(("imagenet", "channel", "none"), normalize=normalize)
-
-
-def check_faces(size: Sequence[int], normalize: str) -> None:
+def check_faces(size: Sequence[int]) -> None:
     # A bool is an int to Python, hence `type`.
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
         raise ValueError(
             f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}. Pass, for example, "
             "(64, 48)."
         )
-    one_of(("none", "image"), normalize=normalize)
 
 
 def read_image(

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import check_whole, in_range, numbered_paths, read_npz
+from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
+from lightning_fcl.errors import at_least
 
 _NPZ_SHAPE = (64, 48)
 _NPZ_FACES = 35
@@ -45,8 +46,8 @@ def load(
     Returns:
         `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order.
     """
-    check_faces(size, normalize)
-    check_whole("`min_faces`", min_faces, f"{_NPZ_FACES}")
+    check_faces(size)
+    at_least(1, min_faces=min_faces)
     layout, path = SOURCE.find(root)
     images: Iterable[NDArray[np.uint8]]
     if layout == "npz file":

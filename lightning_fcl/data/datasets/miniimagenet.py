@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, read_lines, read_npz
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all_once
+from lightning_fcl.data.datasets.images import Scale, photographs, read_image, resize_all_once
 from lightning_fcl.data.datasets.tinyimagenet import first_names, read_words
+from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.hub.reading import ensure, reading
 
 _LISTS = ("train.csv", "val.csv", "test.csv")
 _NEW = ("new_train.csv", "new_val.csv")
@@ -39,7 +41,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
     pixels lie in the user's cache. See `lightning_fcl.data.datasets.images.photographs`. Where the layout tells the 480
     training and 120 test images of each class of Zuo et al. 2024, these are the official test set.
     """
-    check_photographs(size, normalize)
+    at_least(1, size=size)
     layout, place = SOURCE.find(root)
     test = None
     if layout == "npz file":
@@ -96,18 +98,14 @@ def _from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArra
 def _listed(path: Path) -> list[tuple[Path, str]]:
     """The images that a list names, and their classes; its first line is the heading."""
     heading, *rest = read_lines(path, _REMEDY)
-    if heading.split(",") != ["filename", "label"] or not rest:
-        raise ValueError(
-            f"Expected {path} to begin with the line `filename,label` and to name images but got {heading[:60]!r} and "
-            f"{len(rest)} more lines. {_REMEDY}"
-        )
     rows = []
-    for number, line in enumerate(rest, start=2):
-        name, _, wnid = line.partition(",")
-        if not re.fullmatch(r"n\d{8}", wnid) or not re.fullmatch(r"[\w-]+\.jpe?g", name, re.IGNORECASE):
-            raise ValueError(
-                f"Expected line {number} of {path} to name an image and its class, as in "
-                f"`n0153282900000005.jpg,n01532829`, but got {line[:60]!r}. {_REMEDY}"
-            )
-        rows.append((inside(path.parent / "images", name), wnid))
+    with reading(
+        path, "to begin with `filename,label`, and to have lines as `n0153282900000005.jpg,n01532829`,", _REMEDY
+    ):
+        ensure(heading == "filename,label" and rest, f"{heading[:60]!r} and {len(rest)} more lines")
+        for line in rest:
+            name, _, wnid = line.partition(",")
+            fits = re.fullmatch(r"n\d{8}", wnid) and re.fullmatch(r"[\w-]+\.jpe?g", name, re.IGNORECASE)
+            ensure(fits, repr(line[:60]))
+            rows.append((inside(path.parent / "images", name), wnid))
     return rows

@@ -34,7 +34,7 @@ def load(
     Returns:
         `x` of shape (n, 1, height, width), person by person; `classes` the original folders ``s1``, ``s2`` and so on.
     """
-    check_faces(_SHAPE if size is None else size, normalize)
+    check_faces(_SHAPE if size is None else size)
     layout, path = SOURCE.find(root)
     if layout == "npz file":
         arrays = read_npz(path, {"X": ("pixels", ("images", *_SHAPE)), "y": ("iu", ("images",))})

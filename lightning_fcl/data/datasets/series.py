@@ -10,10 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import check_whole, read_npz
-from lightning_fcl.data.datasets.measurement import Measurement, Sensor, z_score
-from lightning_fcl.errors import one_of
+from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Sensor, z_score
+from lightning_fcl.data.datasets.files import read_npz
 
 Scale = Literal["user", "none"]
 
@@ -104,8 +102,3 @@ def stretches(labels: NDArray[np.int64], gaps: NDArray[np.bool_] | None = None) 
     breaks = changes if gaps is None else changes | gaps
     bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(labels)]
     return [(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start and labels[start] >= 0]
-
-
-def check_options(chunk: int, normalize: str) -> None:
-    check_whole("`chunk`, the time steps,", chunk, "32")
-    one_of(("user", "none"), normalize=normalize)

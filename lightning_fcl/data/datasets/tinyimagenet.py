@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered_paths, read_lines, read_npz
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, resize_all
+from lightning_fcl.data.datasets.images import Scale, photographs, read_image, resize_all
+from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.reading import reading
 
@@ -30,7 +31,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
     ``size`` is height and width in pixels; see `lightning_fcl.data.datasets.images.photographs`. The classes are in
     the order of their WordNet ids. The complete set has 110000 images, shape (n, 3, size, size), the npz file 17000.
     """
-    check_photographs(size, normalize)
+    at_least(1, size=size)
     layout, path = SOURCE.find(root)
     pixels, y, test, classes = (_from_npz if layout == "npz file" else _from_folder)(path, size)
     return photographs(pixels, y, classes, normalize, test)

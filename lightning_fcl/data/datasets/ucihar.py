@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets import SOURCES
-from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import TEXT, check_flag, check_subset, read_npz
-from lightning_fcl.data.datasets.measurement import Measurement, moments, scaled
-from lightning_fcl.errors import one_of
+from lightning_fcl.data.datasets.arrays import Arrays, Measurement, moments, scaled
+from lightning_fcl.data.datasets.files import TEXT, check_subset, read_npz
 from lightning_fcl.hub.reading import check_members, check_size, ensure, reading
 
 _FOLDER = "UCI HAR Dataset"
@@ -59,8 +57,6 @@ def load(
         time_first: Whether a window is of shape (128, channels), as recurrent networks take it; else (channels, 128).
     """
     check_subset("sensors", sensors, SENSORS)
-    one_of(("sensor", "channel", None), standardize=standardize)
-    check_flag(time_first=time_first)
     layout, path = SOURCE.find(root)
     if layout == "npz file":
         raw = _from_npz(path, sensors)

@@ -14,20 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets import SOURCES
-from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import numbered_paths, read_npz
-from lightning_fcl.data.datasets.measurement import Sensor
-from lightning_fcl.data.datasets.pickles import pickled_array, read_pickle
+from lightning_fcl.data.datasets.arrays import Arrays, Sensor
+from lightning_fcl.data.datasets.files import numbered_paths, pickled_array, read_npz, read_pickle
 from lightning_fcl.data.datasets.series import (
     Recording,
     Scale,
-    check_options,
     chunked,
     measured_series,
     read_windows,
     stretches,
 )
-from lightning_fcl.errors import one_of
+from lightning_fcl.errors import at_least
 from lightning_fcl.hub.reading import ensure, reading
 
 SOURCE = SOURCES["wesad"]
@@ -84,8 +81,7 @@ def load(
     Returns:
         `x` of shape (n, chunk, features), time first; `client` the subject's number, 2 to 17.
     """
-    one_of(("wrist", "chest"), device=device)
-    check_options(chunk, normalize)
+    at_least(1, chunk=chunk)
     layout, path = SOURCE.find(root)
     if device == "chest" and layout != "pickles":
         raise ValueError(

@@ -66,22 +66,15 @@ class FedViTScenario(Scenario):
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         blocks = _blocks(pool.y[pool.train], self.tasks, self.class_order, pool.classes, seed)
         size = len(blocks[0])
-        ranges: dict[str, tuple[type | tuple[type, ...], int, int]] = {
-            "classes_per_client": (int, min(2, size), size),
-            "share": ((int, float), 0, 1),
-        }
-        for name, (kind, low, high) in ranges.items():
-            given = self.classes_per_client if name == "classes_per_client" else self.share
-            pair = isinstance(given, list | tuple) and len(given) == 2 and all(isinstance(one, kind) for one in given)
-            if not pair or not low <= given[0] <= given[1] <= high:
-                raise ValueError(
-                    f"Expected `{name}` to be two {'whole ' if kind is int else ''}numbers from {low} to {high}, the "
-                    f"smaller first, for tasks of {size} classes, but got {given!r}. Change it, or `tasks`."
-                )
+        (fewest, most), (smallest, largest) = self.classes_per_client, self.share
+        between(min(2, size), size, classes_per_client=fewest)
+        between(fewest, size, classes_per_client=most)
+        between(0, 1, share=smallest)
+        between(smallest, 1, share=largest)
         labels, counts = np.unique(pool.y[pool.train], return_counts=True)
-        if np.rint(self.share[0] * counts.min()) < 1:
+        if np.rint(smallest * counts.min()) < 1:
             raise ValueError(
-                f"Expected the smallest `share` to leave a client one sample of every class but got {self.share[0]} of "
+                f"Expected the smallest `share` to leave a client one sample of every class but got {smallest} of "
                 f"the {counts.min()} training samples of class {labels[counts.argmin()]}. Raise `share`."
             )
         clients = [str(client) for client in range(self.clients)]

@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from lightning_fcl.data.datasets import cifar100, core50, hhar
-from lightning_fcl.data.datasets.files import read_arrays, read_lines
+from lightning_fcl.data.datasets.files import read_arrays, read_lines, read_pickle
 from lightning_fcl.data.datasets.images import read_image
-from lightning_fcl.data.datasets.pickles import read_pickle
 
 AGAIN = "Delete this copy and "
 

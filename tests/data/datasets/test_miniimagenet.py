@@ -159,11 +159,11 @@ def test_images_are_resized_once(tmp_path, cache, put, monkeypatch):
 
 
 WRONG = {
-    "no heading": ("n0153282900000003.jpg,n01532829\n", "to begin with the line `filename,label` and to name images"),
-    "no images": ("filename,label\n", "to begin with the line `filename,label` and to name images but got"),
-    "a way out": ("filename,label\n../a.jpg,n01532829\n", "but got '../a.jpg,n01532829'"),
-    "no class": ("filename,label\na.jpg\n", "Expected line 2 of "),
-    "a name for a class": ("filename,label\na.jpg,dog\n", "`n0153282900000005.jpg,n01532829`, but got 'a.jpg,dog'."),
+    "no heading": ("n0153282900000003.jpg,n01532829\n", "to begin with `filename,label`, and to have lines as"),
+    "no images": ("filename,label\n", "but got: 'filename,label' and 0 more lines."),
+    "a way out": ("filename,label\n../a.jpg,n01532829\n", "but got: '../a.jpg,n01532829'."),
+    "no class": ("filename,label\na.jpg\n", "but got: 'a.jpg'."),
+    "a name for a class": ("filename,label\na.jpg,dog\n", "`n0153282900000005.jpg,n01532829`, but got: 'a.jpg,dog'."),
     "nothing": ("", "to have lines but it is empty."),
 }
 

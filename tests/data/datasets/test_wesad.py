@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_fcl.data.datasets import pickles, wesad
+from lightning_fcl.data.datasets import files, wesad
 
 SECONDS = 60
 RATES = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
@@ -190,14 +190,14 @@ def test_numpy_itself_is_not_called_while_unpickling(tmp_path):
     path = tmp_path / "a.pkl"
     path.write_bytes(b"cnumpy\nndarray\n(I99999999999999\ntR.")  # would ask for 800 TB
     with pytest.raises(ValueError, match="no array but"):
-        pickles.pickled_array(pickles.read_pickle(path))
+        files.pickled_array(files.read_pickle(path))
 
 
 def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path):
     path = tmp_path / "a.pkl"
     path.write_bytes(pickle.dumps(np.arange(7, dtype=np.uint8), 2).replace(b"K\x07\x85", b"K\x08\x85"))
     with pytest.raises(ValueError, match="7 bytes for uint8 of shape"):
-        pickles.pickled_array(pickles.read_pickle(path))
+        files.pickled_array(files.read_pickle(path))
 
 
 def test_numbers_survive_the_careful_reader(tmp_path):
@@ -206,8 +206,8 @@ def test_numbers_survive_the_careful_reader(tmp_path):
         array = np.asfortranarray(np.arange(6).reshape(2, 3)).astype(dtype)
         for protocol in (0, 1, 2, 3, 4):
             path.write_bytes(pickle.dumps({"a": array, "s": np.dtype(dtype).type(1), "e": []}, protocol))
-            read = pickles.read_pickle(path)
-            found = pickles.pickled_array(read["a"])
+            read = files.read_pickle(path)
+            found = files.pickled_array(read["a"])
             np.testing.assert_array_equal(found, array)
             assert (read["e"], found.dtype) == ([], array.dtype)
 

@@ -162,7 +162,7 @@ def test_labels_need_not_be_those_of_all_classes():
     assert plan.classes(0)[1] == () and set(plan.classes(19)[0] + plan.classes(19)[1]) == {2, 5, 7, 30}
 
 
-FORM = "Expected `{}` to be two {}, the smaller first, for tasks of {} classes, but got {!r}. Change it, or `tasks`."
+RANGE = "Expected `{}` to be between {} and {} but got {}."
 REFUSED = [
     ({"tasks": 0}, "Expected `tasks` to be at least 1 but got 0."),
     ({"clients": 0}, "Expected `clients` to be at least 1 but got 0."),
@@ -173,14 +173,19 @@ REFUSED = [
         "Expected `tasks` to divide the number of classes, 100, but got 200. Change it.",
     ),
     *(
-        ({"classes_per_client": given}, FORM.format("classes_per_client", "whole numbers from 2 to 10", 10, given))
-        for given in [(1, 5), (2, 11), (5, 2), (2.0, 5), (2,), 3, "25"]
+        ({"classes_per_client": given}, RANGE.format("classes_per_client", low, 10, wrong))
+        for given, low, wrong in [((1, 5), 2, 1), ((2, 11), 2, 11), ((5, 2), 5, 2)]
     ),
-    ({"tasks": 25}, FORM.format("classes_per_client", "whole numbers from 2 to 4", 4, (2, 5))),
-    ({"tasks": 100}, FORM.format("classes_per_client", "whole numbers from 1 to 1", 1, (2, 5))),
+    ({"tasks": 25}, RANGE.format("classes_per_client", 2, 4, 5)),
+    ({"tasks": 100}, RANGE.format("classes_per_client", 1, 1, 2)),
     *(
-        ({"share": given}, FORM.format("share", "numbers from 0 to 1", 10, given))
-        for given in [(-0.1, 0.1), (0.1, 0.05), (0.5, 1.1), (0.1,), 0.1, ("a", "b"), (float("nan"), 0.1)]
+        ({"share": given}, RANGE.format("share", low, 1, wrong))
+        for given, low, wrong in [
+            ((-0.1, 0.1), 0, -0.1),
+            ((0.1, 0.05), 0.1, 0.05),
+            ((0.5, 1.1), 0.5, 1.1),
+            ((float("nan"), 0.1), 0, float("nan")),
+        ]
     ),
     (
         {"share": (0, 0.1)},
