@@ -100,7 +100,7 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
     amiss = []
     drawing = (
         "charts.py",
-        "run_charts.py",
+        "run_page.py",
         "comparison.py",
         "leaderboard.py",
         "figures.py",

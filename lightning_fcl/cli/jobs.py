@@ -29,6 +29,9 @@ from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, th
 
 T = TypeVar("T")
 
+FAILURE = "failure.txt"
+"""What a run's folder tells of why it failed, where it did."""
+
 _STAMP = "fingerprint"
 
 
@@ -74,6 +77,11 @@ class Job:
         """Whether what a folder holds is of this very job."""
         stamp = folder / _STAMP
         return stamp.is_file() and stamp.read_bytes() == self.fingerprint.encode()
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether its folder is of another job."""
+        return (self.out / _STAMP).is_file() and not self.wrote(self.out)
 
 
 def at_least_one(**given: int | None) -> None:
@@ -159,7 +167,6 @@ def _begin_worker() -> None:
     import torch
 
     torch.set_num_threads(1)  # several processes with several threads each get in each other's way
-    os.environ["LIGHTNING_FCL_QUIET"] = "1"  # the progress of several runs at once would be unreadable
 
 
 def finished(job: Job) -> bool:
@@ -186,6 +193,7 @@ def begin(job: Job) -> None:
     """Remove what an earlier, different run has left in a job's folder, and sign it."""
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
     start_over(job.out)
+    (job.out / FAILURE).unlink(missing_ok=True)
     job.out.mkdir(parents=True, exist_ok=True)
     job.sign(job.out)
 
@@ -201,6 +209,6 @@ def _train(job: Job) -> None:
     more = ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
     more += ["--ckpt_path", str(checkpoint)] if checkpoint else []
     more += ["--recipe.tasks", str(job.tasks)] if job.tasks else []
-    if os.environ.get("LIGHTNING_FCL_QUIET"):
+    if multiprocessing.parent_process() is not None:  # the progress of several runs at once would be unreadable
         more += ["--trainer.enable_progress_bar", "false"]
     run([*job.arguments, *more])

@@ -8,12 +8,11 @@ one callback of the class ``Replay``.
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,12 +142,6 @@ class Search:
             key: what[[_label(choice) for choice in what].index(params[key])] if isinstance(what, list) else params[key]
             for key, what in self.space.items()
         }
-
-    def fingerprint(self, seed: int) -> str:
-        """Changes when trials would no longer be comparable; a search may be made longer."""
-        content = {**asdict(self), "trials": None, "recipes": [path.read_text() for path in self.recipes], "seed": seed}
-        content["cases"] = self.fixed  # the others are searches of their own
-        return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
 def _distribution(key: str, what: Any) -> BaseDistribution:

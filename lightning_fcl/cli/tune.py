@@ -1,7 +1,7 @@
 """`lightning-fcl tune`: a search for the settings of a recipe, by Optuna, over processes; cut off, it continues.
 
-Each trial is a small recipe, ``trial.yaml``, behind the search's others, and a run of `fit` for each seed. Optuna's
-journal in the search's folder says which trials there are, and which are done.
+Each trial is a small recipe, ``trial.yaml``, behind the search's others, and a run of `fit` for each seed. Its settings
+follow from its number and the trials before it: what is there already is what its runs have left in their folders.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import shlex
 import shutil
 import statistics
-import sys
 import textwrap
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -27,17 +26,14 @@ import optuna
 import pandas as pd
 import yaml
 from optuna.distributions import FloatDistribution, IntDistribution
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from lightning_fcl.cli.jobs import Job, at_least_one, finished, run_job, saying_how_to_go_on, side_by_side
+from lightning_fcl.cli.jobs import FAILURE, Job, at_least_one, finished, run_job, saying_how_to_go_on, side_by_side
 from lightning_fcl.cli.search import Search, trial_recipe, try_settings
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.hub.reading import reading
 from lightning_fcl.running.rows import config_words, slug
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
@@ -86,115 +82,89 @@ def run(options: Namespace) -> None:
     names = [slug(name) for name in (search.case, options.row) if name is not None]
     out = options.out or Path("runs") / "-".join(["tune", options.file.stem, *names])
     callbacks = try_settings(search)
+    out.mkdir(parents=True, exist_ok=True)
+    for folder in out.glob("trial-[0-9]*") if options.restart else ():
+        shutil.rmtree(folder)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = open_study(search, options.seed, out, options.restart)
+    study, failures = optuna.create_study(direction=search.direction), dict[int, str]()
     number = len(grid) or search.trials or 0
     size = _BATCH if search.sampler == "tpe" else number
-    done = len(_trials(study, *STATES))
-    if done:
-        print(f"{done} trials are there already.", file=sys.stderr)
 
     def so_far() -> str:
         return f"{len(_trials(study, *STATES))} of {number} trials are done; the same command goes on with the others."
 
-    with saying_how_to_go_on(so_far), tqdm(total=max(number, done), initial=done, unit="trial") as bar:
+    with saying_how_to_go_on(so_far), tqdm(total=number, unit="trial") as bar:
         for start in range(0, number, size):
             jobs: dict[int, list[Job]] = {}
             for index in range(start, min(start + size, number)):
                 trial = propose(study, search, options.seed, index, grid)
-                if trial.state != TrialState.FAIL:
-                    recipe = trial_recipe(search.settings(trial.params), callbacks)
-                    jobs[index] = trial_jobs(search, index, recipe, out)
-            for index, problems in outcomes(jobs, options.workers):
-                if settle(study, search, index, jobs[index], problems):
-                    best = study.best_trial if _trials(study, TrialState.COMPLETE) else None
-                    shown = f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
-                    bar.set_postfix_str(shown)
-                    bar.update()
+                jobs[index] = trial_jobs(search, index, trial_recipe(search.settings(trial.params), callbacks), out)
+            for index, problem in outcomes(jobs, options.workers):
+                settle(study, search, index, jobs[index], problem, failures)
+                best = study.best_trial if _trials(study, TrialState.COMPLETE) else None
+                bar.set_postfix_str(f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet")
+                bar.update()
     chosen = {"--row": options.row, "--case": search.case, "--among": options.among}
     named = [str(word) for option, value in chosen.items() if value is not None for word in (option, value)]
-    write_trials(study, search, shlex.join([str(options.file), *named]), out)
-
-
-def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.Study:
-    """The journal of a search's trials, which is Optuna's: opened where it is whole, and of this very search."""
-    if restart:
-        for folder in out.glob("trial-[0-9]*"):
-            shutil.rmtree(folder)
-        (out / "optuna.journal").unlink(missing_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
-    journal = out / "optuna.journal"
-    if journal.exists():  # a line that a kill or a full disk has cut off at its end is of nothing that was done
-        content = journal.read_bytes()
-        if not content.endswith(b"\n"):
-            write_whole(journal, content[: content.rfind(b"\n") + 1])
-    with reading(journal, "to be as it was written", "Begin anew with --restart, or choose another --out."):
-        storage = JournalStorage(JournalFileBackend(str(journal)))
-        study = optuna.create_study(storage=storage, study_name="tune", direction=search.direction, load_if_exists=True)
-    mark = search.fingerprint(seed)
-    if study.user_attrs.get("fingerprint", mark) != mark:
-        if _trials(study, *STATES):
-            raise ValueError(
-                f"Expected the search of which {out} has trials but the search file, a recipe of it, or the seed is "
-                "another. Take back the change, choose another --out, or begin anew with --restart, which deletes them."
-            )
-        return open_study(search, seed, out, restart=True)  # nothing is lost
-    study.set_user_attr("fingerprint", mark)
-    return study
+    write_trials(study, search, failures, shlex.join([str(options.file), *named]), out)
 
 
 def propose(
     study: optuna.Study, search: Search, seed: int, number: int, grid: Sequence[Mapping[str, Any]]
-) -> FrozenTrial:
-    """The trial of a number: the one that is there, or a new one, which depends on no more than its seed and number.
-
-    TPE also looks at the trials before it.
-    """
-    trials = study.get_trials(deepcopy=False)
-    if number < len(trials):
-        return trials[number]
+) -> optuna.Trial:
+    """The trial of a number, which depends on no more than its seed and number; TPE also looks at those before it."""
+    draw = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    study.sampler = optuna.samplers.RandomSampler(draw)
+    if search.sampler == "tpe":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.sampler = optuna.samplers.TPESampler(seed=draw, constant_liar=True)
     if grid:
-        params = dict(grid[number])
-    else:
-        draw = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-        # A study in memory, so that the trial enters the journal whole, however soon the search is cut off.
-        scratch = optuna.create_study(direction=search.direction, sampler=optuna.samplers.RandomSampler(draw))
-        if search.sampler == "tpe":
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                scratch.sampler = optuna.samplers.TPESampler(seed=draw, constant_liar=True)
-            scratch.add_trials(trials)
-        params = scratch.ask(search.distributions).params
-    study.add_trial(optuna.create_trial(state=TrialState.RUNNING, params=params, distributions=search.distributions))
-    return study.get_trials(deepcopy=False)[number]
+        study.enqueue_trial(dict(grid[number]))
+    return study.ask(search.distributions)
 
 
 def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path) -> list[Job]:
+    """The runs of a trial, where its folder has none of another search's."""
     folder = out / f"trial-{number:04}"
     folder.mkdir(exist_ok=True)
     file = write_whole(folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False))
     extra = (*search.words, "--recipe.measure_on", search.measure_on, "--trainer.enable_progress_bar", "false")
-    return [
+    jobs = [
         Job(f"trial {number}, seed {seed}", (*search.recipes, file), seed, folder / f"seed-{seed}", extra)
         for seed in range(search.first_seed, search.first_seed + search.seeds)
     ]
+    if any(job.is_displaced for job in jobs):
+        raise ValueError(
+            f"Expected the search of which {out} has trials but the search file, a recipe of it, the seed or the "
+            "version is another. Take back the change, choose another --out, or begin anew with --restart, which "
+            "deletes them."
+        )
+    return jobs
 
 
-def outcomes(jobs: Mapping[int, Sequence[Job]], workers: int | None) -> Iterator[tuple[int, list[str]]]:
-    """The trials whose runs have all come to an end, as they do, with what these have failed of."""
-    rest = {job: number for number, runs in jobs.items() for job in runs if not finished(job)}
-    yield from ((number, []) for number in jobs if number not in rest.values())
-    problems: dict[Job, str] = {}
-    with closing(side_by_side(attempt, list(rest), workers)) as done:
-        for job, problem in done:
+def outcomes(jobs: Mapping[int, Sequence[Job]], workers: int | None) -> Iterator[tuple[int, str]]:
+    """The trials whose runs have all come to an end, as they do, with what the first that has failed failed of."""
+    numbers, problems = {job: number for number, runs in jobs.items() for job in runs}, dict[Job, str]()
+    known = {job: problem for job in numbers if (problem := problem_of(job)) is not None}
+    with closing(side_by_side(attempt, [job for job in numbers if job not in known], workers)) as done:
+        for job, problem in itertools.chain(known.items(), done):
             problems[job] = problem
-            runs = [other for other, number in rest.items() if number == rest[job]]
+            runs = jobs[numbers[job]]
             if all(run in problems for run in runs):
-                yield rest[job], [problems[run] for run in runs if problems[run]]
+                yield numbers[job], next((problems[run] for run in runs if problems[run]), "")
+
+
+def problem_of(job: Job) -> str | None:
+    """What a run has failed of, nothing if it is finished; None: it is still to come to its end."""
+    if finished(job):
+        return ""
+    failure = job.out / FAILURE
+    return failure.read_text(encoding="utf-8") if job.wrote(job.out) and failure.is_file() else None
 
 
 def attempt(job: Job) -> str:
-    """Run a job, and say what it failed of, if it did.
+    """Run a job, and say what it failed of, if it did, also in its folder.
 
     What the operating system refuses, a full disk or a missing file, is not the trial's fault and stops the search.
     """
@@ -209,14 +179,17 @@ def attempt(job: Job) -> str:
     except Exception as error:
         # jsonargparse lists all that it has tried; the line of ours among that is the reason.
         ours = [line.strip(" -") for line in str(error).splitlines() if "Expected `" in line]
-        return textwrap.shorten(f"{type(error).__name__}: {ours[0] if ours else error}", 400, placeholder=" ...")
+        problem = textwrap.shorten(f"{type(error).__name__}: {ours[0] if ours else error}", 400, placeholder=" ...")
+        write_whole(job.out / FAILURE, problem)
+        return problem
     return ""
 
 
-def settle(study: optuna.Study, search: Search, number: int, jobs: Sequence[Job], problems: Sequence[str]) -> bool:
-    """Enter a trial's objective, or why it failed, or compare with what had been entered; whether it is entered now."""
-    failures: dict[str, str] = study.user_attrs.get("failures", {})
-    problem, value = next(iter(problems), ""), math.nan
+def settle(
+    study: optuna.Study, search: Search, number: int, jobs: Sequence[Job], problem: str, failures: dict[int, str]
+) -> None:
+    """Enter a trial's objective, or among the ``failures`` why it failed."""
+    value = math.nan
     if not problem:
         results = [read_results(job.out)["metrics"] for job in jobs]
         if search.objective not in results[0] and not _trials(study, TrialState.COMPLETE):
@@ -225,36 +198,25 @@ def settle(study: optuna.Study, search: Search, number: int, jobs: Sequence[Job]
         values = [result.get(search.objective) for result in results]
         value = statistics.fmean(math.nan if one is None else one for one in values)
         problem = "" if math.isfinite(value) else f"{search.objective} is {value}"
-    entered = study.get_trials(deepcopy=False)[number]
-    if entered.state.is_finished():
-        if problem or value != entered.value:
-            raise ValueError(
-                f"Expected trial {number} of the search's journal to have come to {entered.value} but its runs come to "
-                f"{problem or value}: one of them is damaged. Begin anew with --restart, or choose another --out."
-            )
-        return False
     if not problem:
         study.tell(number, value)
-        return True
-    failures[str(number)] = problem
-    study.set_user_attr("failures", failures)
+        return
+    failures[number] = problem
     study.tell(number, state=TrialState.FAIL)
     if len(failures) >= _PATIENCE and len({*failures.values()}) == 1 and not _trials(study, TrialState.COMPLETE):
         raise ValueError(
             f"The first {len(failures)} trials all failed: {problem.rstrip('.')}. Mend it, then use --restart."
         )
-    return True
 
 
-def write_trials(study: optuna.Study, search: Search, named: str, out: Path) -> None:
+def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, str], named: str, out: Path) -> None:
     """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials."""
-    failures: dict[str, str] = study.user_attrs.get("failures", {})
     trials = [
         {"trial": trial.number, "state": STATES[trial.state], search.objective: trial.value, **trial.params}
         for trial in _trials(study, *STATES)
     ]
     frame = pd.DataFrame(trials, columns=["trial", "state", search.objective, *search.space])
-    frame["failure"] = [failures.get(str(number), "") for number in frame["trial"]]
+    frame["failure"] = [failures.get(number, "") for number in frame["trial"]]
     table = write_whole(out / "trials.csv", frame.to_csv(index=False))
     done = frame[frame["state"] == STATES[TrialState.COMPLETE]]
     if done.empty:

@@ -1,19 +1,40 @@
-"""The page of a run: what ran, what came out and for whom, and the recipe."""
+"""The page of a run: what ran, what came out and for whom, and the recipe.
+
+Its charts show values under the pointer, and have a list to choose the model from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import altair as alt
 import numpy as np
 
 from lightning_fcl.errors import listed
-from lightning_fcl.evaluation import run_charts
-from lightning_fcl.evaluation.headline import ends_of_clients, experience_labels, extent_of, headlines, model_name
-from lightning_fcl.evaluation.metrics import curves, quantity
+from lightning_fcl.evaluation import charts
+from lightning_fcl.evaluation.charts import COLOURS, Points, Spec, on_page
+from lightning_fcl.evaluation.communication import simulated_times, volumes
+from lightning_fcl.evaluation.headline import (
+    ends_of_clients,
+    experience_labels,
+    extent_of,
+    headlines,
+    model_name,
+    task_name,
+)
+from lightning_fcl.evaluation.metrics import Curve, curves, matrices, quantity, sign
 from lightning_fcl.evaluation.pages import fill_template
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
 
+Record: TypeAlias = Mapping[str, Any]
+Curves: TypeAlias = Mapping[str, Curve]
+
+_VALUES = 20_000  # numbers in one chart
+_BARS = 60
+_SPREAD = ("worst", "lower quarter", "upper quarter", "best")
+_SERVER, _STREAM, _CLIENTS = "server, whole test set", "server, what was learnt so far", "clients, mean"
+_LOOKS = {_SERVER: COLOURS[0], _STREAM: COLOURS[2], _CLIENTS: COLOURS[1]}
 _WORST = 10
 _MEANINGS = {
     "general": "on the whole test set, mean over the rounds",
@@ -41,14 +62,14 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
     tested = dict.fromkeys(name.rpartition("/")[2] for name in metrics if not name.endswith("/total"))
     limits = [entry["limits"] for entry in record["rounds"] if entry.get("limits")]
     drawn = {
-        "overview": run_charts.overview(record, every),
-        "over_time": run_charts.over_time(record, every),
-        "by_group": run_charts.by_group(record, every),
-        "ends": run_charts.ends(record, ends),
-        "matrix": run_charts.matrix(record),
-        "kept_tasks": run_charts.kept_tasks(record),
-        "traffic": run_charts.traffic(record),
-        "densities": run_charts.densities(results.get("densities", {"experiences": []}), experience_labels([record])),
+        "overview": overview(record, every),
+        "over_time": over_time(record, every),
+        "by_group": by_group(record, every),
+        "ends": ends_chart(record, ends),
+        "matrix": matrix(record),
+        "kept_tasks": kept_tasks(record),
+        "traffic": traffic(record),
+        "densities": densities(results.get("densities", {"experiences": []}), experience_labels([record])),
     }
     return fill_template(
         "run.html",
@@ -104,3 +125,217 @@ def _meanings(kinds: list[str], record: Mapping[str, Any]) -> list[tuple[str, st
     own = ", of the client's own model: after its last local training of each task, before aggregation"
     meanings |= {f"{kind}_own": f"{meaning}{own}" for kind, meaning in meanings.items()}
     return [(kind, meanings[kind]) for kind in kinds if kind in meanings]
+
+
+def overview(record: Record, every: Curves) -> Spec | None:
+    """The server on the whole test set and on what was learnt, the clients on what each has learnt."""
+    what, x, spread = quantity(record), charts.round_axis(len(record["rounds"])), _spread(record, every)
+    lines = _server(record, every) + [{"round": row["round"], "line": _CLIENTS, "value": row["mean"]} for row in spread]
+    if not lines:
+        return None
+    fields = ("round", "best", "upper quarter", "mean", "lower quarter", "worst", "worst client", "clients")
+    band = charts.chart_of("spread").encode(x=x, tooltip=charts.tips(**dict.fromkeys(fields, "")))
+    layers = [
+        band.mark_area(opacity=opacity, color=COLOURS[1]).encode(y=charts.value_axis(what, f"{low}:Q"), y2=f"{high}:Q")
+        for low, high, opacity in (("worst", "best", 0.13), ("lower quarter", "upper quarter", 0.22))
+        if any(row["clients"] > 1 for row in spread)
+    ]
+    starts = _starts(record, next(iter(every)))
+    begin = charts.chart_of("starts").encode(x=x, tooltip=charts.tips(experience="", learns=""))
+    if len(starts) > 1:
+        number = begin.mark_text(align="left", dx=4, baseline="top", color="#888888")
+        layers.append(begin.mark_rule(strokeDash=[4, 3], color="#999999"))
+        layers.append(number.encode(y=alt.value(2), text="experience:O"))
+    base = charts.chart_of("lines").encode(x=x, y=charts.value_axis(what))
+    layers += _lines(base.encode(tooltip=charts.tips(line="model", round="", value=what)), lines)
+    return on_page(alt.layer(*layers), lines=lines, spread=spread, starts=starts)
+
+
+def over_time(record: Record, every: Curves) -> Spec | None:
+    """The server on the whole test set and on what was learnt, by the clock of a rehearsed deployment."""
+    times, what = simulated_times(record), quantity(record)
+    rows = [{**row, "seconds": float(times[row["round"] - 1])} for row in _server(record, every) if len(times)]
+    if not rows:
+        return None
+    x = alt.X("seconds:Q", title="seconds since the beginning", scale=alt.Scale(nice=False, zero=True))
+    tips = charts.tips(line="model", seconds="", round="", value=what)
+    base = charts.chart_of("rows").encode(x=x, y=charts.value_axis(what), tooltip=tips)
+    return on_page(alt.layer(*_lines(base, rows, interpolate="step-after")), rows=rows)
+
+
+def by_group(record: Record, every: Curves) -> Spec | None:
+    """Each group of test samples, round by round, of the model that is chosen: lines, or many groups as a heat map."""
+    what, names = quantity(record), record["groups"]
+    if not every or len(names) < 2:
+        return None
+    models = _first(every, max(curve.accuracy.size for curve in every.values()))
+    rows = [
+        {"model": model, "round": number + 1, "group": name, "value": value}
+        for model in models
+        for number, values in zip(every[model].rounds.tolist(), every[model].accuracy.tolist(), strict=True)
+        for name, value in zip(names, values, strict=True)
+        if np.isfinite(value)
+    ]
+    base = charts.chart_of("rows").encode(tooltip=charts.tips(group="", round="", value=what))
+    if len(names) <= len(COLOURS):
+        lines = base.encode(x=charts.round_axis(len(record["rounds"])), y=charts.value_axis(what))
+        lines = lines.encode(color=charts.colour("group", names))
+        return on_page(charts.chosen(alt.layer(lines.mark_line(), charts.dots(lines)), models), rows=rows)
+    x = alt.X("round:O", title="round", axis=charts.whole_numbers())
+    y = alt.Y("group:N", sort=names, title=None, axis=alt.Axis(labelOverlap=True))
+    cells = base.mark_rect().encode(x=x, y=y, color=charts.heat(what))
+    return on_page(charts.chosen(cells, models), max(260, min(16 * len(names), 480)), rows=rows)
+
+
+def matrix(record: Record) -> Spec | None:
+    """The value on each task after each task, of the model that is chosen."""
+    found, what = matrices(record), quantity(record)
+    if not found:
+        return None
+    longest = max(map(len, found.values()))
+    models = _first(found, longest**2)
+    rows = [
+        {"model": model, "after": after + 1, "on": on + 1, "value": value, "groups": task_name(record, model, on)}
+        | {"is": "learnt" if on <= after else "not learnt yet"}
+        for model in models
+        for (after, on), value in np.ndenumerate(found[model])
+        if np.isfinite(value)
+    ]
+    base = charts.chart_of("rows").encode(
+        x=alt.X("on:O", title=f"{what} on task", axis=charts.whole_numbers()),
+        y=alt.Y("after:O", title="after task", axis=charts.whole_numbers()),
+        tooltip=charts.tips(after="after task", on="on task", groups="", value=what) + charts.tips(**{"is": ""}),
+    )
+    faint = alt.condition("datum.is == 'learnt'", alt.value(1), alt.value(0.7))
+    layers = [base.mark_rect().encode(color=charts.heat(what), opacity=faint)]
+    if longest <= 12 and what == "accuracy":
+        ink = alt.condition("datum.value < 0.6", alt.value("white"), alt.value("black"))
+        layers.append(base.mark_text().encode(text=alt.Text("value:Q", format=".2f"), color=ink))
+    return on_page(charts.chosen(alt.layer(*layers), models), min(420, max(140, 34 * longest)), rows=rows)
+
+
+def kept_tasks(record: Record) -> Spec | None:
+    """Each task right after it was learnt, and at the end: the length between is what was forgotten."""
+    found, what = matrices(record, rounds="last"), quantity(record)
+    models = _first(found, max(map(len, found.values()), default=1))
+    ways = ("after its own rounds", "at the end")
+    rows = [
+        {"model": model, "task": task + 1, "groups": task_name(record, model, task), "value": value, "when": when}
+        | dict(zip(ways, both, strict=True))
+        for model in models
+        for task, both in enumerate(zip(found[model].diagonal().tolist(), found[model][-1].tolist(), strict=True))
+        for when, value in zip(ways, both, strict=True)
+        if np.isfinite(both).all()
+    ]
+    if not rows:
+        return None
+    base = charts.chart_of("rows").encode(x=alt.X("task:O", title="task", axis=charts.whole_numbers()))
+    base = base.encode(tooltip=charts.tips(groups="", **dict.fromkeys(ways, "")))
+    rule = base.mark_rule(strokeWidth=2, color="#999999")
+    rule = rule.encode(y=charts.value_axis(what, f"{ways[0]}:Q"), y2=f"{ways[1]}:Q")
+    points = base.mark_point(filled=True, size=90, opacity=1).encode(y=charts.value_axis(what))
+    points = points.encode(color=charts.colour("when", ways), shape=charts.shape("when", ways))
+    return on_page(charts.chosen(alt.layer(rule, points), models), rows=rows)
+
+
+def ends_chart(record: Record, found: Sequence[tuple[str, float]]) -> Spec | None:
+    """How each client ended, on all that it has learnt, the worst off first; very many are counted by their values."""
+    what = quantity(record)
+    rows = [{"client": model_name(model), "value": value} for model, value in found]
+    if len(rows) < 2:
+        return None
+    bars = charts.chart_of("rows").mark_bar(color=COLOURS[1])
+    title = f"{what} at the end, on all that the client has learnt"
+    if len(rows) > _BARS:
+        bins = alt.X("value:Q", bin=alt.Bin(maxbins=40), title=title)
+        return on_page(bars.encode(x=bins, y=alt.Y("count()", title="clients"), tooltip=["count()"]), rows=rows)
+    x = alt.X("value:Q", title=title, scale=charts.quantity_scale(what) if what == "accuracy" else alt.Scale(zero=True))
+    y = alt.Y("client:N", sort=None, title=None)
+    return on_page(bars.encode(x=x, y=y, tooltip=charts.tips(client="", value=what)), 17 * len(rows), rows=rows)
+
+
+def traffic(record: Record) -> Spec | None:
+    """Megabytes of all clients together, up and down, per round."""
+    sums = volumes(record) / 1e6
+    if not np.any(sums):
+        return None
+    rows = [
+        {"round": entry["round"] + 1, "way": way, "MB": value}
+        for way, values in zip(("up", "down"), sums.tolist(), strict=True)
+        for entry, value in zip(record["rounds"], values, strict=True)
+    ]
+    bars = (
+        charts.chart_of("rows")
+        .mark_bar()
+        .encode(
+            x=alt.X("round:O", title="round", axis=charts.whole_numbers()),
+            y=alt.Y("MB:Q", title="MB of all clients (1 MB = 10⁶ bytes)"),
+            color=charts.colour("way", ("up", "down")),
+            tooltip=charts.tips(round="", way="", MB=""),
+        )
+    )
+    return on_page(bars, 180, rows=rows)
+
+
+def densities(found: Mapping[str, Any], names: Sequence[str]) -> Spec | None:
+    """The density of a reservoir's activations after each experience, over all test samples or a group's."""
+    rows = [
+        {"model": model, "line": names[entry["experience"]], **point}
+        for entry in found["experiences"]
+        for model, density in {"all test samples": entry["all"], **entry["groups"]}.items()
+        for point in charts.density_points(found["edges"], density)
+    ]
+    if not rows:
+        return None
+    models, order = (list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "line"))
+    lines = charts.density_lines(order, ordered=True)
+    lines = lines.encode(tooltip=charts.tips(line="after", activation="", value="density"))
+    return on_page(charts.chosen(lines, models, "test samples "), rows=rows)
+
+
+def _first(models: Mapping[str, Any], each: int) -> list[str]:
+    """As many of the models as a chart has room for, with so many values each."""
+    return list(models)[: max(1, _VALUES // max(each, 1))]
+
+
+def _lines(base: alt.Chart, rows: Points, **line: Any) -> list[alt.Chart]:
+    """The lines of the server and of the clients that there are, each in its colour."""
+    names = [name for name in _LOOKS if any(row["line"] == name for row in rows)]
+    base = base.encode(color=charts.colour("line", names, [_LOOKS[name] for name in names]))
+    return [base.mark_line(**line), charts.dots(base)]
+
+
+def _server(record: Record, every: Curves) -> Points:
+    """The server on the whole test set, and with several tasks on what was learnt, round by round."""
+    if (server := every.get("server")) is None:
+        return []
+    shown = [(_SERVER, server.overall), (_STREAM, server.learnt)][: 1 + (len(record["tasks"]["server"]) > 1)]
+    return [
+        {"round": number + 1, "line": line, "value": value}
+        for line, values in shown
+        for number, value in zip(server.rounds.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _spread(record: Record, every: Curves) -> Points:
+    """The clients that were tested in each round, on what they had learnt by then."""
+    rows, way = [], sign(record)
+    for number, of in charts.by_round(every).items():
+        values = way * np.array([*of.values()])
+        quarters = dict(zip(_SPREAD, (way * np.quantile(values, (0, 0.25, 0.75, 1))).tolist(), strict=True))
+        who = model_name(min(of, key=lambda client: way * of[client]))
+        counts = {"worst client": who, "clients": len(values)}
+        rows.append({"round": number + 1, "mean": way * values.mean(), **counts, **quarters})
+    return rows
+
+
+def _starts(record: Record, model: str) -> Points:
+    """Where a model's experiences begin, and what is learnt from there."""
+    starts, last = [], -1
+    for entry in record["rounds"]:
+        number = entry["experience"].get(model, last)
+        if last != number < len(record["tasks"][model]):
+            name = task_name(record, model, number)
+            starts.append({"round": entry["round"] + 0.5, "experience": number + 1, "learns": name})
+            last = number
+    return starts

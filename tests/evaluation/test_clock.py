@@ -9,7 +9,7 @@ import pytest
 from lightning_fcl.evaluation.communication import simulated_times, time_to
 from lightning_fcl.evaluation.metrics import curves, summarize
 from lightning_fcl.evaluation.results import write_csv
-from lightning_fcl.evaluation.run_charts import over_time
+from lightning_fcl.evaluation.run_page import over_time
 
 
 def record_of(correct, seconds=None, tasks=1):
