@@ -18,9 +18,9 @@ from lightning_fcl.deployment.messages import (
     check_form,
     check_names,
     check_same,
+    decode_entry,
     head_of,
     refusing,
-    restored,
 )
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.faults import change_of, times_moved
@@ -85,8 +85,13 @@ def greeting_of(answer: RecordDict | str, recipe: str) -> Greeting:
                 raise RefusedError(answer)
             check_bytes(answer, 0, "an answer to hello")
             head = head_of(answer)
-            if "client" in head or "refused" not in head:
-                client = _client_of(head)
+            if not is_file_name(head.get("client")) and ("client" in head or "refused" not in head):
+                raise RefusedError(
+                    f"Expected the name of a client, not `..`, of letters that are printed, in Unicode's form NFKC, at "
+                    f"most {_LONGEST} as a file's name has them, but got {str(head.get('client'))[:40]!r}. Name it "
+                    "otherwise."
+                )
+            client = head.get("client", "")
             _check_not_refused(head)
             check_same(head, recipe, f"client {client}")
             return Greeting(client, whole(head, "samples", 0, MOST), head.get("held"))
@@ -108,22 +113,10 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
     return value
 
 
-def _client_of(head: Mapping[str, Any]) -> str:
-    """The name of a client, which one file can have, and which may be taken for no other."""
-    name = head.get("client")
-    if (
-        not isinstance(name, str)
-        or name in ("", ".", "..")
-        or len(name) > _LONGEST
-        or not name.isprintable()
-        or not is_normalized("NFKC", name)
-        or len(quote(name, safe="")) > _LONGEST
-    ):
-        raise RefusedError(
-            f"Expected the name of a client, not `..`, of letters that are printed, in Unicode's form NFKC, at most "
-            f"{_LONGEST} as a file's name has them, but got {str(name)[:40]!r}. Name it otherwise."
-        )
-    return name
+def is_file_name(name: object) -> bool:
+    """Whether one file can have a name, and it may be taken for no other."""
+    fits = isinstance(name, str) and 0 < len(name) <= _LONGEST and name not in (".", "..") and name.isprintable()
+    return fits and is_normalized("NFKC", name) and len(quote(name, safe="")) <= _LONGEST
 
 
 def upload_of(
@@ -156,7 +149,7 @@ def upload_of(
         state: State = {}
         for name, value in known.items():
             check_form(name, arrays[name], value, who)
-            state[name] = restored(name, arrays[name].data, start[name])
+            state[name] = decode_entry(name, arrays[name].data, start[name])
         check_numbers(state, start, known, reductions, limits, who)
         nbytes = sum(len(array.data) for array in arrays.values())
         return Upload(samples, rehearsed, head.get("diverged") is True, state, nbytes)

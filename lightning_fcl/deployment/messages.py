@@ -65,7 +65,7 @@ def record_of(parcel: Parcel) -> RecordDict:
     nested = {name: value for name, value in parcel.head.items() if not isinstance(value, str | int | float)}
     head = {name: value for name, value in parcel.head.items() if name not in nested}
     arrays = {
-        name: app.Array(str(value.dtype), tuple(value.shape), "bytes", packed(value, parcel.start.get(name)))
+        name: app.Array(str(value.dtype), tuple(value.shape), "bytes", encode_entry(value, parcel.start.get(name)))
         for name, value in parcel.state.items()
     }
     head |= {_NESTED: json.dumps(nested, default=int)} if nested else {}
@@ -142,7 +142,7 @@ def tensor_of(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tenso
     return numbers.reshape(tuple(shape))
 
 
-def packed(value: Tensor, start: Tensor | None = None) -> bytes:
+def encode_entry(value: Tensor, start: Tensor | None = None) -> bytes:
     """The bytes of an entry.
 
     Where these are fewer: a bit for each number that says whether it has changed since the start, and those that have.
@@ -155,8 +155,8 @@ def packed(value: Tensor, start: Tensor | None = None) -> bytes:
     return mask.tobytes() + values.tobytes() if mask.size + values.size < numbers.size else numbers.tobytes()
 
 
-def restored(name: str, data: bytes, start: Tensor) -> Tensor:
-    """The entry of which `packed` has made these bytes."""
+def decode_entry(name: str, data: bytes, start: Tensor) -> Tensor:
+    """The entry of which `encode_entry` has made these bytes."""
     if len(data) == start.nbytes:
         return tensor_of(name, data, str(start.dtype), start.shape)
     size = -(-start.numel() // 8)
@@ -185,7 +185,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, value in sorted(state.items()):
         found.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())
-        found.update(packed(value))
+        found.update(encode_entry(value))
     return found.hexdigest()[:16]
 
 

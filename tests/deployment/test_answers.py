@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_whatever_fails_is_a_refusal(monkeypatch):
         UnicodeError("odd"),
         KeyError("\ud800"),
     ):
-        monkeypatch.setattr("lightning_fcl.deployment.answers.restored", lambda *_, e=error: (_ for _ in ()).throw(e))
+        monkeypatch.setattr("lightning_fcl.deployment.answers.decode_entry", Mock(side_effect=error))
         with pytest.raises(RefusedError, match=f"can be read but got {type(error).__name__}"):
             read(honest)
 
