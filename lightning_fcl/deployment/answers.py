@@ -115,8 +115,9 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
 
 def is_file_name(name: object) -> bool:
     """Whether one file can have a name, and it may be taken for no other."""
-    fits = isinstance(name, str) and 0 < len(name) <= _LONGEST and name not in (".", "..") and name.isprintable()
-    return fits and is_normalized("NFKC", name) and len(quote(name, safe="")) <= _LONGEST
+    if not isinstance(name, str) or name in ("", ".", "..") or len(name) > _LONGEST or not name.isprintable():
+        return False
+    return is_normalized("NFKC", name) and len(quote(name, safe="")) <= _LONGEST
 
 
 def upload_of(
