@@ -39,7 +39,7 @@ def run(options: Namespace) -> None:
 
     recipe = find_recipes(options.recipes)
     if options.what == "flower":
-        from lightning_fcl.deployment.app import write_app
+        from lightning_fcl.deployment.flower import write_app
 
         resolved = resolve_recipe(["fit", *recipe.command_words, *options.more])
         files = write_app(resolved, out, Path(options.recipes[-1]).stem, options.publisher)

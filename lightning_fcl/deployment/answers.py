@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import is_normalized
 from urllib.parse import quote
 
 import torch
-from torch import Tensor
 
 from lightning_fcl.deployment.messages import (
-    CHANGED,
-    VALUES,
     RefusedError,
-    Sealed,
-    array_of,
+    arrays_of,
     check_bytes,
     check_form,
     check_names,
     check_same,
+    decode_entry,
     head_of,
     refusing,
-    restored,
 )
-from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.faults import change_of, times_moved
 from lightning_fcl.federation.reductions import Reduction
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
 
 MOST = 2**31 - 1
 """A number of samples that nobody has."""
@@ -38,7 +35,6 @@ MOST = 2**31 - 1
 BOUND = ("federation", "round", "message")
 """What an answer repeats of the head of the message that it answers."""
 
-_TEXT = 20_000  # characters of a text, beside the types of its arrays
 _LONGEST = 230  # characters of a name, as a file's name has them
 _SQUARES = torch.finfo(torch.float32).max  # what those of an entry's change may sum up to
 _FURTHEST = {kind: float(torch.iinfo(kind).max >> 10) ** 2 for kind in (torch.int32, torch.int64)}
@@ -76,17 +72,26 @@ class Limits:
     clients: int = 1  # that are asked in the round
 
 
-def greeting_of(sealed: Sealed, recipe: str) -> Greeting:
-    """What a node answers to hello, by the server's recipe's fingerprint: of whoever is not welcome, why."""
+def greeting_of(answer: RecordDict | str, recipe: str) -> Greeting:
+    """What a node answers to hello, by the server's recipe's fingerprint: of whoever is not welcome, why.
+
+    Args:
+        answer: Its answer, or why there is none.
+    """
     client = ""
     try:
         with refusing("a node"):
-            check_bytes(sealed, 0, "an answer to hello")
-            head, types = head_of(sealed, _TEXT)
-            if types:
-                raise RefusedError(f"Expected an answer to hello without arrays but got {quoted(types)}.")
-            if "client" in head or "refused" not in head:
-                client = file_name_of(head, "client")
+            if isinstance(answer, str):
+                raise RefusedError(answer)
+            check_bytes(answer, 0, "an answer to hello")
+            head = head_of(answer)
+            if not is_file_name(head.get("client")) and ("client" in head or "refused" not in head):
+                raise RefusedError(
+                    f"Expected the name of a client, not `..`, of letters that are printed, in Unicode's form NFKC, at "
+                    f"most {_LONGEST} as a file's name has them, but got {str(head.get('client'))[:40]!r}. Name it "
+                    "otherwise."
+                )
+            client = head.get("client", "")
             _check_not_refused(head)
             check_same(head, recipe, f"client {client}")
             return Greeting(client, whole(head, "samples", 0, MOST), head.get("held"))
@@ -108,26 +113,15 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
     return value
 
 
-def file_name_of(head: Mapping[str, Any], what: str) -> str:
-    """A name of a head, which one file can have, and which may be taken for no other."""
-    name = head.get(what)
-    if (
-        not isinstance(name, str)
-        or name in ("", ".", "..")
-        or len(name) > _LONGEST
-        or not name.isprintable()
-        or not is_normalized("NFKC", name)
-        or len(quote(name, safe="")) > _LONGEST
-    ):
-        raise RefusedError(
-            f"Expected the name of a {what}, not `..`, of letters that are printed, in Unicode's form NFKC, at most "
-            f"{_LONGEST} as a file's name has them, but got {str(name)[:40]!r}. Name it otherwise."
-        )
-    return name
+def is_file_name(name: object) -> bool:
+    """Whether one file can have a name, and it may be taken for no other."""
+    if not isinstance(name, str) or name in ("", ".", "..") or len(name) > _LONGEST or not name.isprintable():
+        return False
+    return is_normalized("NFKC", name) and len(quote(name, safe="")) <= _LONGEST
 
 
 def upload_of(
-    sealed: Sealed,
+    answer: RecordDict,
     sent: Mapping[str, Any],
     client: str,
     known: State,
@@ -137,9 +131,8 @@ def upload_of(
     """What a client answers to a download with a head, of entries that the server knows: or that is refused."""
     who = f"client {client}"
     with refusing(who):
-        size = min(limits.message_bytes, sum(value.nbytes for value in known.values()))
-        check_bytes(sealed, size, who)
-        head, types = head_of(sealed, _TEXT + sum(2 * len(json.dumps(name)) + 80 for name in known))
+        check_bytes(answer, min(limits.message_bytes, sum(value.nbytes for value in known.values())), who)
+        head, arrays = head_of(answer), arrays_of(answer)
         _check_not_refused(head)
         for name, wanted in (("client", client), *((name, sent[name]) for name in BOUND)):
             said = head.get(name)
@@ -152,33 +145,18 @@ def upload_of(
         if samples == 0:
             return Upload(0)
         rehearsed = whole(head, "rehearsed", 0, limits.most_rehearsed, _MORE)
-        check_types(types, known, who)
-        state = {name: array_of(name, data, types[name]) for name, data in sealed.arrays.items()}
+        check_names(arrays, known, who)
         start = {name: reductions[name].start(value).detach().cpu() for name, value in known.items()}
-        upload = restored(state, start)
-        for name, value in upload.items():
-            check_form(name, value, known[name], who)
-        check_numbers(upload, start, known, reductions, limits, who)
-        diverged = head.get("diverged") is True
-        return Upload(samples, rehearsed, diverged, upload, sum(value.nbytes for value in state.values()))
+        state: State = {}
+        for name, value in known.items():
+            check_form(name, arrays[name], value, who)
+            state[name] = decode_entry(name, arrays[name].data, start[name])
+        check_numbers(state, start, known, reductions, limits, who)
+        nbytes = sum(len(array.data) for array in arrays.values())
+        return Upload(samples, rehearsed, head.get("diverged") is True, state, nbytes)
 
 
 _MORE = " Set `most-samples` of the run's configuration if it has more than it said when it joined."
-
-
-def check_types(types: Mapping[str, object], known: Mapping[str, Tensor], sender: str) -> None:
-    """Refuse arrays that are not each entry once, whole or what has changed of it, in its type."""
-    wanted: dict[str, torch.dtype] = {}
-    for name, value in known.items():
-        parts = {name + CHANGED: torch.uint8, name + VALUES: value.dtype}
-        wanted |= parts if parts.keys() & types.keys() else {name: value.dtype}
-    check_names(types, wanted, len(known), sender)
-    for name, dtype in wanted.items():
-        if f"torch.{types[name]}" != str(dtype):
-            raise RefusedError(
-                f"Expected `{name}` of {sender} to be {dtype} but got torch.{str(types[name])[:40]}. Deploy one recipe "
-                "everywhere."
-            )
 
 
 def check_numbers(

@@ -1,18 +1,24 @@
-"""A deployment's server and nodes as Flower apps, by its Message API."""
+"""A recipe as a Flower app: a folder with four files, and the apps of a server and of nodes, by the Message API."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_fcl.deployment.link import FOR, GridLink, record_of, sealed_of
-from lightning_fcl.deployment.messages import BYTES, Parcel, RefusedError, opened
+import yaml
+
+from lightning_fcl import __version__
+from lightning_fcl.deployment.link import GridLink
+from lightning_fcl.deployment.messages import BYTES, FOR, Parcel, RefusedError, opened, record_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import split_file
-from lightning_fcl.deployment.recipe import read_recipe
+from lightning_fcl.deployment.recipe import build, fingerprint, read_recipe
 from lightning_fcl.errors import require
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.methods.declaration import Declaration
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
@@ -21,6 +27,40 @@ if TYPE_CHECKING:
 
 RECIPE = "recipe.yaml"
 """The recipe beside an app's files."""
+
+_SIDES = {
+    "client": "What a node runs: the recipe beside this file, on the data that its node config names.",
+    "server": "What the server runs: the recipe beside this file, whose rounds come from nodes.",
+}
+_APP = '''"""{what}"""
+
+from pathlib import Path
+
+from lightning_fcl.deployment.flower import {side}_app
+
+app = {side}_app(Path(__file__).parent)
+'''
+
+
+def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str = "lightning-fcl") -> list[Path]:
+    from lightning_fcl.deployment.server import Terms, check_deployable
+    from lightning_fcl.running.rows import slug
+
+    parts = build(recipe)
+    methods = [callback for callback in parts.callbacks if isinstance(callback, Declaration)]
+    check_deployable(parts.strategy.federation.participation, methods)
+    folder.mkdir(parents=True, exist_ok=True)
+    project = Path(__file__).with_name("app.toml").read_text(encoding="utf-8")
+    project = project.format(
+        name=slug(name) or "app",
+        publisher=publisher,
+        fingerprint=fingerprint(recipe),
+        version=__version__,
+        terms=Terms(),
+    )
+    texts = {RECIPE: yaml.safe_dump(dict(recipe), sort_keys=False), "pyproject.toml": project}
+    texts |= {f"{side}_app.py": _APP.format(side=side, what=what) for side, what in _SIDES.items()}
+    return [write_whole(folder / file, text) for file, text in texts.items()]
 
 
 def client_app(folder: Path) -> ClientApp:
@@ -40,7 +80,7 @@ def client_app(folder: Path) -> ClientApp:
     def answered(message: Message, context: Context) -> Parcel:
         try:
             client, data, memories = _own(context)
-            parcel = opened(sealed_of(message.content), int(context.run_config.get("message-bytes", BYTES)))
+            parcel = opened(message.content, int(context.run_config.get("message-bytes", BYTES)))
         except ValueError as error:
             return Parcel({"refused": str(error)})
         return Node(read_recipe(folder / RECIPE), client, data, memories).answer(parcel)

@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from hashlib import sha256
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from lightning_fcl.deployment.messages import Parcel, Sealed, reason_of
+from lightning_fcl.deployment.messages import FOR, Parcel, reason_of, record_of
 from lightning_fcl.errors import require
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
     from flwr.serverapp import Grid
 
-FOR = "runs federations on real machines", "flower"
-"""What Flower is for, and the extra that brings it."""
-
 _PATIENCE = 1.0  # seconds that others wait for an answer to come in
-
-
-def record_of(parcel: Parcel) -> RecordDict:
-    """A parcel as Flower sends it: arrays, those of types that NumPy has not by their bytes, and text."""
-    app = require("flwr.app", *FOR)
-    arrays, types = {}, {}
-    for name, value in parcel.state.items():
-        types[name] = str(value.dtype).removeprefix("torch.")
-        value = value.detach().cpu().contiguous()
-        arrays[name] = app.Array((value.view(torch.int16) if value.dtype == torch.bfloat16 else value).numpy())
-    text = json.dumps({"head": dict(parcel.head), "types": types})
-    record: RecordDict = app.RecordDict({"parcel": app.ConfigRecord({"text": text}), "arrays": app.ArrayRecord(arrays)})
-    return record
-
-
-def sealed_of(record: RecordDict) -> Sealed:
-    """What Flower has brought, of which nothing has been read."""
-    config = record.config_records.get("parcel")
-    arrays: Mapping[str, Any] = record.array_records.get("arrays") or {}
-    text = config.get("text") if config is not None else None
-    return Sealed(text, {name: array.data for name, array in arrays.items()})
 
 
 class GridLink:
@@ -53,7 +26,7 @@ class GridLink:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._until: dict[str, float] = {}  # how long each message is good for
-        self._pulls: dict[str, Future[list[Sealed]]] = {}  # the looks for answers that have not ended yet
+        self._pulls: dict[str, Future[list[RecordDict | str]]] = {}  # the looks for answers that have not ended yet
 
     def nodes(self) -> Mapping[int, str]:
         """The nodes that are connected now, and the name of each one's key, which it has also when it comes back."""
@@ -81,16 +54,16 @@ class GridLink:
         self._pulls = {message: pull for message, pull in self._pulls.items() if message in self._until}
         return sent
 
-    def answers(self, messages: Collection[str]) -> Iterator[tuple[str, Sealed]]:
+    def answers(self, messages: Collection[str]) -> Iterator[tuple[str, RecordDict | str]]:
         """What has come by now in answer to some messages, each with the name of the message that it answers.
 
-        One that cannot be answered any more has ``failed``. It looks for one at a time: whom an answer says it comes
-        from, and what it answers, its sender has written. And in a thread: where a sender is gone that has sent only a
-        part, Flower waits minutes for the rest.
+        Of one that cannot be answered any more comes why, as text. It looks for one at a time: whom an answer says it
+        comes from, and what it answers, its sender has written. And in a thread: where a sender is gone that has sent
+        only a part, Flower waits minutes for the rest.
         """
         for message in [*messages]:
             if message not in self._pulls:
-                found: Future[list[Sealed]] = Future()
+                found: Future[list[RecordDict | str]] = Future()
                 self._pulls[message] = found
                 # Nobody waits for it at the end, as one would for a pool's.
                 threading.Thread(target=self._look, args=(message, found), daemon=True).start()
@@ -98,16 +71,15 @@ class GridLink:
             if self._pulls[message].done():
                 yield from ((message, answer) for answer in self._pulls.pop(message).result())
 
-    def _look(self, message: str, found: Future[list[Sealed]]) -> None:
+    def _look(self, message: str, found: Future[list[RecordDict | str]]) -> None:
         """Find the answer, if there is one; what Flower cannot make a message of is none."""
         try:
             answers = [
-                Sealed(failed=reason_of(f"Expected an answer but Flower says: {answer.error.reason}"))
+                reason_of(f"Expected an answer but Flower says: {answer.error.reason}")
                 if answer.has_error()
-                else sealed_of(answer.content)
+                else answer.content
                 for answer in islice(self._grid.pull_messages([message]), 1)
             ]
         except BaseException as error:  # whatever a node has sent ends no other's round
-            said = f"Expected an answer that can be read but got {type(error).__name__}: {error}"
-            answers = [Sealed(failed=reason_of(said))]
+            answers = [reason_of(f"Expected an answer that can be read but got {type(error).__name__}: {error}")]
         found.set_result(answers)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_fcl.deployment.answers import greeting_of
-from lightning_fcl.deployment.messages import Parcel, Sealed
+from lightning_fcl.deployment.messages import Parcel
 
 if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
     from lightning_fcl.deployment.link import GridLink
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,12 @@ AGAIN_SECONDS = 3.0
 """Seconds after which a node that was refused, or a client that was lost in a round, is asked again."""
 
 _LOOK = 0.2  # seconds between two looks at who is connected, or for answers
+
+Pack = Callable[[str, int], Parcel]
+"""Makes what a client on a node gets."""
+
+Take = Callable[[str, "RecordDict", Mapping[str, Any]], bool]
+"""Takes in a client's answer to a head, and says whether it counts."""
 
 
 @dataclass
@@ -40,24 +47,48 @@ class Seen:
     message: str = ""  # that asked it, and has no answer yet
 
 
+@dataclass
+class Turn:
+    """How a client stands in a round."""
+
+    waiting: dict[str, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
+    """Its messages that have no answer yet: to which node each went, and its head."""
+
+    due: float = -math.inf  # when it may be sent one again
+    counted: bool = False  # whether one of its answers counts
+    refused: bool = False  # whether it has answered, and no answer counts
+    lost: str = ""  # why there was no answer to a message
+
+
 class Members:
-    """Which client is on which node: a node is asked who it is until it is let in.
+    """Which client is on which node, and how each stands in the round at hand.
+
+    A node is asked who it is until it is let in, and its client for an answer in the round until one counts.
 
     Args:
         link: The way to the nodes.
         recipe: The recipe's fingerprint.
-        seconds: So long `reach` waits.
+        seconds: A round waits so long for all of its clients,
+        longest: and then until there are enough, but no longer than this, and as long for them to be there at first.
         claimed: Whose each key has been, by its name: it stays that client's.
         registered: Whether all keys are registered with the SuperLink: a client's name then stays its key's as well.
     """
 
     def __init__(
-        self, link: GridLink, recipe: str, seconds: float, claimed: dict[str, str], registered: bool = False
+        self,
+        link: GridLink,
+        recipe: str,
+        seconds: float,
+        longest: float,
+        claimed: dict[str, str],
+        registered: bool = False,
     ) -> None:
-        self._link, self._recipe, self._seconds = link, recipe, seconds
+        self._link, self._recipe, self._seconds, self._longest = link, recipe, seconds, longest
         self._claimed, self._registered = claimed, registered
         self._hello, self._held = Parcel({}), ""
         self._nodes: dict[int, Seen] = {}
+        self._turns: dict[str, Turn] = {}
+        self._needed = 1
         self.samples: dict[str, int] = {}  # how many each client says it has
 
     def begin_round(self, hello: Mapping[str, Any], held: str) -> None:
@@ -68,7 +99,7 @@ class Members:
 
     def reach(self, wanted: Sequence[str], needed: int) -> dict[str, int]:
         """The nodes of clients that are there: as soon as there are enough, all that are."""
-        ends, logged = time.monotonic() + self._seconds, False
+        ends, logged = time.monotonic() + self._longest, False
         while True:
             nodes = self.meet()
             found = {client: nodes[client] for client in wanted if client in nodes}
@@ -79,7 +110,7 @@ class Members:
             if over:
                 reasons = "; ".join(dict.fromkeys(one.why for one in self._nodes.values() if one.why))
                 raise RuntimeError(
-                    f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._seconds:g} s but got "
+                    f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._longest:g} s but got "
                     f"{', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}. Start their nodes, or lower "
                     "`clients-at-least` of the run's configuration."
                 )
@@ -98,7 +129,7 @@ class Members:
             self._welcome(waiting[message], answer)
         for node, one in self._nodes.items():
             if one.message and now - one.asked > HELLO_SECONDS:
-                self._welcome(node, Sealed(failed=f"no answer within {HELLO_SECONDS:g} s"))
+                self._welcome(node, f"no answer within {HELLO_SECONDS:g} s")
         strange = [node for node, one in sorted(self._nodes.items()) if not (one.let_in or one.message)]
         due = [node for node in strange if now - self._nodes[node].asked >= AGAIN_SECONDS]
         for node in due:
@@ -124,10 +155,10 @@ class Members:
                 said[one.client].append(node)
         return {client: [*map(str, nodes)] for client, nodes in said.items() if len(nodes) > 1}
 
-    def _welcome(self, node: int, answer: Sealed) -> None:
+    def _welcome(self, node: int, answer: RecordDict | str) -> None:
         one, greeting = self._nodes[node], greeting_of(answer, self._recipe)
         before, one.message = (one.client, one.why), ""
-        one.client = one.client if answer.failed else greeting.client
+        one.client = one.client if isinstance(answer, str) else greeting.client
         one.why = greeting.fault or self._fault(node, one)
         if one.why:
             if (one.client, one.why) != before:
@@ -160,115 +191,80 @@ class Members:
         """Why a client is not among those that are there."""
         return next((one.why for one in self._nodes.values() if one.why and one.client == client), "not connected")
 
-
-@dataclass(frozen=True)
-class Asked:
-    """A message that has no answer yet: to which client it went, on which node, when, and its head."""
-
-    client: str
-    node: int
-    when: float
-    head: Mapping[str, Any]
-
-
-class Gathering:
-    """Sends clients their messages, and takes in their answers, as they come.
-
-    It waits for all that are there when it begins, but no longer than its time once it has enough. Where those that
-    are left are too few, it sends to whoever has come, or come back; and again, after ever longer pauses, to those who
-    have not answered in its time, since an answer may be lost, and of whom no answer counts. They end nothing: after
-    its time it does without them.
-
-    Args:
-        link: The way to the nodes.
-        members: Who is there.
-        seconds: It waits so long for all of them,
-        longest: and then until there are enough, but no longer than this.
-        parcel: Makes what a client on a node gets.
-        take: Takes in a client's answer to a head, and says whether it counts.
-    """
-
-    def __init__(
-        self,
-        link: GridLink,
-        members: Members,
-        seconds: float,
-        longest: float,
-        parcel: Callable[[str, int], Parcel],
-        take: Callable[[str, Sealed, Mapping[str, Any]], bool],
-    ) -> None:
-        self._link, self._members = link, members
-        self._seconds, self._longest = seconds, longest
-        self._parcel, self._take = parcel, take
-        self._waiting: dict[str, Asked] = {}
-        self.counted: set[str] = set()  # the clients of whom an answer counts
-        self._refused: dict[str, float] = {}  # those who have answered, but none that counts: when each is asked again
-        self._lost: dict[str, str] = {}
-        self._wanted: Sequence[str] = ()
-        self._needed, self._began = 1, 0.0
+    @property
+    def counted(self) -> int:
+        """The clients of whom an answer counts."""
+        return sum(turn.counted for turn in self._turns.values())
 
     @property
     def enough(self) -> bool:
         """Whether so many have answered as can be asked for: those of whom no answer counts are as if not wanted."""
-        return len(self.counted) >= max(1, min(self._needed, len(self._wanted) - len(self._refused)))
+        return self.counted >= max(1, min(self._needed, sum(not turn.refused for turn in self._turns.values())))
 
-    def run(self, wanted: Sequence[str], needed: int) -> dict[str, str]:
-        """Gather answers of some clients, until there are enough that count, or its time is over.
+    def gather(self, wanted: Sequence[str], needed: int, parcel: Pack, take: Take) -> dict[str, str]:
+        """Send clients their messages, and take in their answers, as they come, until there are enough that count.
+
+        It waits for all that are there when it begins, but no longer than its time once it has enough. Where those that
+        are left are too few, it sends to whoever has come, or come back; and again, after ever longer pauses, to those
+        who have not answered in its time, since an answer may be lost, and of whom no answer counts. They end nothing:
+        after its time it does without them.
 
         Returns:
             The clients that have not answered, and why.
         """
-        self._send(self._members.reach(wanted, needed))
-        self._wanted, self._needed = wanted, needed
-        self._began = asked = time.monotonic()
+        nodes = self.reach(wanted, needed)
+        self._turns, self._needed = {client: Turn() for client in wanted}, needed
+        turns, began = self._turns.values(), time.monotonic()
+        self._send(nodes, parcel)
+        met = began
         while True:
-            self._listen()
+            self._listen(take, began)
             now = time.monotonic()
-            late = now - self._began > self._seconds
-            if self.enough if late else len(self.counted) >= needed and not self._waiting:
+            late = now - began > self._seconds
+            if self.enough if late else self.counted >= needed and not any(turn.waiting for turn in turns):
                 break
-            if len(self._refused) == len(wanted) or now - self._began > self._seconds + self._longest:
+            if all(turn.refused for turn in turns) or now - began > self._seconds + self._longest:
                 break
-            if now - asked >= AGAIN_SECONDS:
-                asked, nodes = now, self._members.meet()
-                # Of an answer that was under way to a node that is gone Flower says so minutes later.
-                for message, one in [*self._waiting.items()]:
-                    if nodes.get(one.client) != one.node:
-                        del self._waiting[message]
-                        self._lose(one.client, "its node has gone before it had answered")
-                if late or len(self.counted) + len(self._waiting) < needed:
-                    self._send({client: nodes[client] for client in wanted if client in nodes})
+            if now - met >= AGAIN_SECONDS:
+                met, nodes = now, self.meet()
+                for client, turn in self._turns.items():  # of those under way to the gone Flower says so minutes later
+                    for message in [name for name, (node, _) in turn.waiting.items() if nodes.get(client) != node]:
+                        self._lose(client, message, "its node has gone before it had answered")
+                if late or sum(turn.counted or bool(turn.waiting) for turn in turns) < needed:
+                    self._send(nodes, parcel)
             time.sleep(_LOOK)
-        silent = {one.client: f"no answer within {self._seconds:g} s" for one in self._waiting.values()}
-        left = [client for client in wanted if client not in self.counted | self._refused.keys()]
-        return {c: silent.get(c) or self._lost.get(c) or self._members.why_not(c) for c in left}
+        slow = f"no answer within {self._seconds:g} s"
+        left = {client: turn for client, turn in self._turns.items() if not (turn.counted or turn.refused)}
+        return {c: slow if turn.waiting else turn.lost or self.why_not(c) for c, turn in left.items()}
 
-    def _send(self, nodes: Mapping[str, int]) -> None:
+    def _send(self, nodes: Mapping[str, int], parcel: Pack) -> None:
         now = time.monotonic()
-        waits = Counter(one.client for one in self._waiting.values())  # a slow node works off all that it is sent
-        patience = {client: self._seconds * number for client, number in waits.items()}
-        asked = self.counted | {one.client for one in self._waiting.values() if now - one.when <= patience[one.client]}
-        asked |= {client for client, due in self._refused.items() if due > now}
-        clients = {node: client for client, node in nodes.items() if client not in asked}
-        if clients:
-            parcels = {node: self._parcel(client, node) for node, client in clients.items()}
-            sent = self._link.send(parcels, self._seconds + self._longest + 60)
-            self._waiting |= {m: Asked(clients[node], node, now, parcels[node].head) for m, node in sent.items()}
+        due = [c for c, turn in self._turns.items() if c in nodes and not turn.counted and turn.due < now]
+        clients = {nodes[client]: client for client in due}
+        parcels = {node: parcel(client, node) for node, client in clients.items()}
+        sent = self._link.send(parcels, self._seconds + self._longest + 60) if parcels else {}
+        for message, node in sent.items():
+            turn = self._turns[clients[node]]
+            turn.waiting[message] = node, parcels[node].head
+            turn.due = now + self._seconds * len(turn.waiting)  # a slow node works off all that it is sent
 
-    def _listen(self) -> None:
-        asked = {**self._waiting}
+    def _listen(self, take: Take, began: float) -> None:
+        asked = {m: (client, head) for client, turn in self._turns.items() for m, (_, head) in turn.waiting.items()}
         for message, answer in self._link.answers(asked) if asked else ():
-            client = asked[message].client
-            self._waiting.pop(message, None)
-            if answer.failed:
-                self._lose(client, answer.failed)
-            elif self._take(client, answer, asked[message].head):
-                self.counted.add(client)
-                self._refused.pop(client, None)
-            elif client not in self.counted:
+            client, head = asked[message]
+            turn = self._turns[client]
+            if isinstance(answer, str):
+                self._lose(client, message, answer)
+                continue
+            turn.waiting.pop(message, None)
+            turn.counted = take(client, answer, head) or turn.counted
+            turn.refused = not turn.counted
+            if turn.refused:
                 now = time.monotonic()
-                self._refused[client] = now + AGAIN_SECONDS + now - self._began
+                turn.due = now + AGAIN_SECONDS + now - began
 
-    def _lose(self, client: str, why: str) -> None:
-        self._lost[client] = why
+    def _lose(self, client: str, message: str, why: str) -> None:
+        turn = self._turns[client]
+        turn.waiting.pop(message, None)
+        turn.lost, turn.due = why, turn.due if turn.waiting else -math.inf
         log.info("Client %s is lost: %s", client, why)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fcl import __version__
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import quoted, require
 from lightning_fcl.federation.aggregation import State
+
+if TYPE_CHECKING:
+    from flwr.app import Array, RecordDict
+
+FOR = "runs federations on real machines", "flower"
+"""What Flower is for, and the extra that brings it."""
 
 BYTES = 256 * 2**20
 """Bytes that the arrays of a message may have where nothing else was agreed."""
@@ -26,29 +31,15 @@ BYTES = 256 * 2**20
 MODEL, SERVER = "model/", "server/"
 """What names of tensors begin with: of the model, and of what a server keeps for methods."""
 
-CHANGED, VALUES = "|changed", "|values"
-"""What names of tensors end with that say what has changed: a bit for each number, and the numbers."""
-
-_DEEPEST = 16  # brackets within brackets of a text
+_LETTERS = 20_000  # of a client's plain values, with their names
 _LONGEST = 500  # characters of a reason
-_BESIDE = 256  # bytes of an array's header
+_NESTED = "nested"  # the plain value that holds those of the server's that are nested, as JSON
 
 _PLAIN = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16),
     *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 )
-_ARRAYS = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _PLAIN}
-_ARRAYS |= {torch.bfloat16: np.dtype(np.int16)}
-_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _ARRAYS}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_MAGIC = b"\x93NUMPY\x01\x00"
-_HEADER = re.compile(
-    rb"\{'descr': '([<|]\w{2,3})', 'fortran_order': False, "
-    rb"'shape': \((|\d{1,15},|\d{1,15}(?:, \d{1,15}){1,63})\), \} *\n"
-)
-_TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # in JSON, also one that never ends
-_BRACKET = re.compile(r"[][{}]")
+_TYPES = {str(dtype): dtype for dtype in _PLAIN}
 
 
 class RefusedError(ValueError):
@@ -57,29 +48,34 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message between server and node: plain values, and tensors by name."""
+    """A message between server and node: plain values, and tensors by name.
+
+    Args:
+        start: What the receiver has of these: where little has changed since, what has changed travels.
+    """
 
     head: Mapping[str, Any]
     state: State = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(value.nbytes for value in self.state.values())
+    start: State = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Sealed:
-    """A message as it came, of which nothing has been read.
+def record_of(parcel: Parcel) -> RecordDict:
+    """A parcel as Flower sends it, also where its numbers are NumPy's."""
+    app = require("flwr.app", *FOR)
+    nested = {name: value for name, value in parcel.head.items() if not isinstance(value, str | int | float)}
+    head = {name: value for name, value in parcel.head.items() if name not in nested}
+    arrays = {
+        name: app.Array(str(value.dtype), tuple(value.shape), "bytes", encode_entry(value, parcel.start.get(name)))
+        for name, value in parcel.state.items()
+    }
+    head |= {_NESTED: json.dumps(nested, default=int)} if nested else {}
+    record: RecordDict = app.RecordDict({"head": app.ConfigRecord(head), "arrays": app.ArrayRecord(arrays)})
+    return record
 
-    Args:
-        text: Its head, and the types of its arrays.
-        arrays: The bytes of each of its arrays.
-        failed: Why there is none, where the link knows.
-    """
 
-    text: object = ""
-    arrays: Mapping[str, bytes] = field(default_factory=dict)
-    failed: str = ""
+def arrays_of(record: RecordDict) -> Mapping[str, Array]:
+    """The entries of a message as they came: the bytes of each, and of which type and shape it is said to be."""
+    return record.array_records.get("arrays") or {}
 
 
 def reason_of(said: object) -> str:
@@ -100,9 +96,9 @@ def refusing(sender: str) -> Iterator[None]:
         raise RefusedError(reason_of(said)) from error
 
 
-def check_bytes(sealed: Sealed, limit: int, sender: str = "a message") -> None:
+def check_bytes(record: RecordDict, limit: int, sender: str = "a message") -> None:
     """Refuse a message that is larger than agreed, before anything of it is read."""
-    size = sum(max(len(data) - _BESIDE, 0) for data in sealed.arrays.values())
+    size = sum(len(array.data) for array in arrays_of(record).values())
     if size > limit:
         raise RefusedError(
             f"Expected at most {limit} bytes of {sender} but got {size}. Raise `message-bytes` of the run's "
@@ -110,97 +106,78 @@ def check_bytes(sealed: Sealed, limit: int, sender: str = "a message") -> None:
         )
 
 
-def head_of(sealed: Sealed, longest: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The head of a message whose text has at most so many characters, and the types of its arrays."""
-    text = sealed.text
-    if sealed.failed:
-        raise RefusedError(sealed.failed)
-    if not isinstance(text, str) or len(text) > longest:
-        said = f"{len(text)}" if isinstance(text, str) else f"another app's {type(text).__name__}"
-        raise RefusedError(f"Expected a text of at most {longest} characters but got {said}.")
-    steps = (1 if bracket in "[{" else -1 for bracket in _BRACKET.findall(_TEXT.sub("", text)))
-    if max(accumulate(steps), default=0) > _DEEPEST:
-        raise RefusedError(f"Expected at most {_DEEPEST} brackets within each other but got more: {text[:40]!r}.")
-    try:
-        said = json.loads(text)
-        head, types = said["head"], said["types"]
-    except (ValueError, TypeError, KeyError):
-        head = types = None
-    if not isinstance(head, dict) or not isinstance(types, dict):
-        raise RefusedError(f"Expected a message of lightning-fcl but got {text[:80]!r}.")
-    if types.keys() != sealed.arrays.keys():
-        raise RefusedError(
-            f"Expected the arrays {sorted(types)[:5]} of the message but got {sorted(sealed.arrays)[:5]}."
-        )
-    return head, types
+def head_of(record: RecordDict, letters: int = _LETTERS) -> dict[str, Any]:
+    """The plain values of a message, none of which is nested, and which have at most so many letters."""
+    head = record.config_records.get("head")
+    if head is None:
+        raise RefusedError("Expected a message of lightning-fcl but got another app's.")
+    odd = [name for name, value in head.items() if not isinstance(value, str | int | float)]
+    if odd:
+        raise RefusedError(f"Expected text, numbers and truth values but `{odd[0]}` is none of them.")
+    size = sum(len(name) + len(value if isinstance(value, str) else " ") for name, value in head.items())
+    if size > letters:
+        raise RefusedError(f"Expected a message's text to have at most {letters} letters but got {size}.")
+    return dict(head)
 
 
-def opened(sealed: Sealed, limit: int = BYTES) -> Parcel:
+def opened(record: RecordDict, limit: int = BYTES) -> Parcel:
     """The parcel that a server's message holds, whose arrays have at most so many bytes."""
     with refusing("the server"):
-        check_bytes(sealed, limit)
-        head, types = head_of(sealed, limit)
-        return Parcel(head, {name: array_of(name, data, types[name]) for name, data in sealed.arrays.items()})
+        check_bytes(record, limit)
+        head = head_of(record, limit)
+        head |= json.loads(head.pop(_NESTED, "{}"))
+        return Parcel(head, {n: tensor_of(n, a.data, str(a.dtype), a.shape) for n, a in arrays_of(record).items()})
 
 
-def array_of(name: str, data: bytes, called: object) -> Tensor:
-    """The numbers of an array that `numpy.save` wrote, whose header may promise neither more nor less than there is.
-
-    Args:
-        name: Of the entry.
-        data: The array's bytes.
-        called: Its type in torch.
-    """
-    kind = _TYPES.get(called) if isinstance(called, str) else None
-    length = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 2], "little")
-    begins = len(_MAGIC) + 2 + length
-    header = _HEADER.fullmatch(data[len(_MAGIC) + 2 : begins]) if data.startswith(_MAGIC) else None
-    if kind is None or header is None:
-        raise RefusedError(f"Expected `{name}` to be an array of numbers but got {data[:80]!r} as {called!r:.80}.")
-    shape = tuple(int(number) for number in header[2].replace(b",", b" ").split())
-    wanted, size = _ARRAYS[kind], len(data) - begins
-    if header[1].decode() != wanted.str or math.prod(shape) * wanted.itemsize != size:
+def tensor_of(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tensor:
+    """The numbers of an entry of a type and shape, whose bytes may be neither more nor fewer than these take."""
+    kind = _TYPES.get(dtype)
+    if kind is None or min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != len(data):
         raise RefusedError(
-            f"Expected `{name}` to be an array of numbers, {called} as {wanted.str}, but got {size} bytes of "
-            f"{header[1].decode()} of shape {shape}."
+            f"Expected `{name}` to be an array of numbers but got {len(data)} bytes as {dtype:.40} of shape {shape}."
         )
-    array = np.frombuffer(data, wanted, offset=begins).reshape(shape)
-    if kind is torch.bool and array.view(np.uint8).max(initial=0) > 1:
+    if kind is torch.bool and max(data, default=0) > 1:
         raise RefusedError(f"Expected `{name}` to be an array of numbers, true or false, but got others.")
-    value = torch.from_numpy(array.copy())  # what arrives is read-only
-    return value.view(torch.bfloat16) if kind is torch.bfloat16 else value
+    numbers = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
+    return numbers.reshape(tuple(shape))
 
 
-def changes(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
-    """A state in fewer bytes: of an entry of which little has changed since the start, what has changed."""
-    found: State = {}
-    for name, value in state.items():
-        known, value = start[name], value.detach().contiguous()
-        if known.shape != value.shape or known.dtype != value.dtype or value.is_complex():
-            found[name] = value
-            continue
-        bits = _BITS[value.element_size()]  # 0 and -0 differ, and a NaN is itself
-        changed = (value.view(bits) != known.to(value.device).contiguous().view(bits)).flatten()
-        values, mask = value.flatten()[changed], np.packbits(changed.cpu().numpy(), bitorder="little")
-        parts = {name + CHANGED: torch.from_numpy(mask), name + VALUES: values}
-        found |= parts if values.nbytes + mask.nbytes < value.nbytes else {name: value}
-    return found
+def encode_entry(value: Tensor, start: Tensor | None = None) -> bytes:
+    """The bytes of an entry.
+
+    Where these are fewer: a bit for each number that says whether it has changed since the start, and those that have.
+    """
+    numbers = _bytes_of(value)
+    if start is None or start.shape != value.shape or start.dtype != value.dtype:
+        return numbers.tobytes()
+    changed = (numbers != _bytes_of(start)).any(axis=1)  # 0 and -0 differ, and a NaN is itself
+    mask, values = np.packbits(changed, bitorder="little"), numbers[changed]
+    return mask.tobytes() + values.tobytes() if mask.size + values.size < numbers.size else numbers.tobytes()
 
 
-def restored(sent: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
-    """The state of which `changes` has made what was sent, under names and in types that have been checked."""
-    found = {name: value for name, value in sent.items() if not name.endswith((CHANGED, VALUES))}
-    for name in (name.removesuffix(CHANGED) for name in sent if name.endswith(CHANGED)):
-        known, mask, values = start[name].detach().cpu(), sent[name + CHANGED], sent[name + VALUES]
-        size = known.numel()
-        fits = mask.shape == (-(-size // 8),)
-        changed = np.unpackbits(mask.numpy(), count=size, bitorder="little") if fits else np.empty(0, np.uint8)
-        if not fits or values.shape != (changed.sum(),):
-            raise RefusedError(f"Expected what has changed of `{name}` to fit its {size} numbers.")
-        whole = known.flatten().clone()
-        whole[torch.from_numpy(changed).bool()] = values
-        found[name] = whole.view(known.shape)
-    return found
+def decode_entry(name: str, data: bytes, start: Tensor) -> Tensor:
+    """The entry of which `encode_entry` has made these bytes."""
+    if len(data) == start.nbytes:
+        return tensor_of(name, data, str(start.dtype), start.shape)
+    size = -(-start.numel() // 8)
+    mask = np.frombuffer(data[:size], np.uint8)
+    whole = mask.size == size
+    changed = np.unpackbits(mask, count=start.numel(), bitorder="little").astype(bool) if whole else np.empty(0, bool)
+    number = int(changed.sum())
+    if not whole or len(data) != size + number * start.itemsize:
+        raise RefusedError(
+            f"Expected `{name}` to be an array of numbers, {start.dtype} of shape {tuple(start.shape)}, or what has "
+            f"changed of it, but got {len(data)} bytes."
+        )
+    value = start.detach().cpu().flatten().clone()
+    value[torch.from_numpy(changed)] = tensor_of(name, data[size:], str(start.dtype), (number,))
+    return value.view(start.shape)
+
+
+def _bytes_of(value: Tensor) -> NDArray[np.uint8]:
+    """The bytes of each number of a tensor, shape (n, bytes)."""
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.reshape(value.numel(), value.element_size()).numpy()
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
@@ -208,7 +185,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, value in sorted(state.items()):
         found.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())
-        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(encode_entry(value))
     return found.hexdigest()[:16]
 
 
@@ -222,19 +199,19 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
             raise RefusedError(f"Expected {sender} to {does} {wanted} but got {head.get(name)}. {mend}")
 
 
-def check_names(sent: Iterable[str], wanted: Iterable[str], entries: int, sender: str) -> None:
-    """Refuse what is not sent under the names that are wanted of so many entries."""
+def check_names(sent: Iterable[str], wanted: Iterable[str], sender: str) -> None:
+    """Refuse what is not sent under the names that are wanted."""
     strange = sorted({*sent} ^ {*wanted})
     if strange:
         raise RefusedError(
-            f"Expected {sender} to send the {entries} entries of this recipe's model but {quoted(strange)} "
+            f"Expected {sender} to send the entries of this recipe's model but {quoted(strange)} "
             f"{'is' if len(strange) == 1 else 'are'} missing or not among them. Deploy one recipe everywhere."
         )
 
 
-def check_form(name: str, value: Tensor, wanted: Tensor, sender: str) -> None:
+def check_form(name: str, value: Tensor | Array, wanted: Tensor, sender: str) -> None:
     """Refuse an entry of another type or shape."""
-    if value.shape != wanted.shape or value.dtype != wanted.dtype:
+    if str(value.dtype) != str(wanted.dtype) or tuple(value.shape) != tuple(wanted.shape):
         raise RefusedError(
             f"Expected `{name}` of {sender} to be {wanted.dtype} of shape {tuple(wanted.shape)} but got "
             f"{value.dtype} of shape {tuple(value.shape)}. Deploy one recipe everywhere."

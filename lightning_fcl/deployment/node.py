@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,13 +16,12 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import BOUND, file_name_of
+from lightning_fcl.deployment.answers import BOUND
 from lightning_fcl.deployment.messages import (
     MODEL,
     SERVER,
     Parcel,
     RefusedError,
-    changes,
     check_form,
     check_names,
     check_same,
@@ -62,8 +62,8 @@ class Node:
             answers = {"hello": self._hello, "train": self._train}
             if parcel.head.get("kind") not in answers:
                 raise RefusedError(f"Expected a message to say hello or to train but got {parcel.head.get('kind')!r}.")
-            said, state = answers[parcel.head["kind"]](parcel)
-            return Parcel({**head, **said}, state)
+            answer = answers[parcel.head["kind"]](parcel)
+            return replace(answer, head={**head, **answer.head})
         except Exception as error:  # whatever fails here, the server has to know, and goes on with others
             why = str(error)
             if not why.startswith("Expected "):
@@ -71,30 +71,26 @@ class Node:
                 why = f"{type(error).__name__}: {why}"
             return Parcel({**head, "refused": reason_of(why)})
 
-    def _hello(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
-        own = own_folder(self._folder, file_name_of(parcel.head, "federation"), self.client)
-        own.mkdir(parents=True, exist_ok=True)
+    def _hello(self, parcel: Parcel) -> Parcel:
+        own = own_folder(self._folder, str(parcel.head["federation"]), self.client)
         samples = count_samples(self._data, own / "data.json")  # who has none says so now
         names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
         state = entries(build(self._recipe).module) if names else {}
-        return {"samples": samples, "held": digest({name: state[name] for name in names})}, {}
+        return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
 
-    def _train(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
+    def _train(self, parcel: Parcel) -> Parcel:
         head, outline, parts = parcel.head, Outline.of_plain(parcel.head["outline"]), build(self._recipe)
         if outline.client != self.client:
             raise RefusedError(f"Expected a message for client {self.client} but got one for {outline.client}.")
         take_data(parts.stream, read_data(self._data), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
-            return {"samples": 0}, {}
+            return Parcel({"samples": 0})
         own = own_folder(self._folder, str(head["federation"]), self.client)
-        own.mkdir(parents=True, exist_ok=True)
         with locked(own / ".lock"):  # what a lost node has left behind may train still
             return train_client(parts, parcel.state, memories(own, self.client, int(head["round"])), head)
 
 
-def train_client(
-    parts: NodeParts, state: State, memories: Path, head: Mapping[str, Any]
-) -> tuple[dict[str, Any], State]:
+def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[str, Any]) -> Parcel:
     """Train the only client of a stream in a round, in a Trainer's fit of one epoch, as a simulation trains it.
 
     Args:
@@ -104,7 +100,7 @@ def train_client(
         head: What the server says of the round.
 
     Returns:
-        What is said beside the upload, and the upload: what has changed of what the server has sent.
+        The upload, and what is said beside it.
     """
     server, (client,) = _receive(parts, state, memories), parts.stream.plan.clients
     trained, upload = ClientRounds.of([]), dict[str, Tensor]()
@@ -155,8 +151,7 @@ def train_client(
         raise RefusedError(f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}.")
     start = {name: server.reductions[name].start(server.state[name]) for name in upload}
     samples, rehearsed = int(trained.samples[0]), int(trained.trained[0] - trained.samples[0])
-    said = {"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}
-    return said, {name: value.cpu() for name, value in changes(upload, start).items()}
+    return Parcel({"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}, upload, start)
 
 
 def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
@@ -166,7 +161,7 @@ def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
         {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         for prefix in (MODEL, SERVER)
     )
-    check_names(model, model.keys() & known.keys(), len(model), "the server")
+    check_names(model, model.keys() & known.keys(), "the server")
     for name, value in model.items():
         check_form(name, value, known[name], "the server")
         if not torch.isfinite(value).all() and torch.isfinite(known[name]).all():
@@ -180,7 +175,9 @@ def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
 
 def own_folder(folder: Path, federation: str, client: str) -> Path:
     """Where a client keeps what it remembers of a federation: no folder that another name may be taken for."""
-    return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
+    own = inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
+    own.mkdir(parents=True, exist_ok=True)
+    return own
 
 
 def memories(folder: Path, client: str, round: int) -> Path:

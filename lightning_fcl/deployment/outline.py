@@ -89,19 +89,15 @@ def outline_of(stream: FederatedStream, client: str) -> Outline:
         names,
         plan.of_classes,
         plan.experiences[client],
-        _ints(plan.tasks[client]),
-        _ints(plan.task_classes.get(client, ())),
-        _ints(plan.common_tasks),
-        _ints(new for new, _ in both),
-        _ints(old for _, old in both),
+        plan.tasks[client],
+        plan.task_classes.get(client, ()),
+        plan.common_tasks,
+        tuple(new for new, _ in both),
+        tuple(old for _, old in both),
         plan.history,
         per_round,
         dealt,
     )
-
-
-def _ints(groups: Any) -> Groups:
-    return tuple(tuple(int(one) for one in group) for group in groups)
 
 
 def client_plan(outline: Outline, groups: IntArray, rounds: NDArray[np.bool_] | None, seed: int) -> ClientPlan:

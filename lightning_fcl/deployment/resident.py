@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from lightning_fcl.deployment.link import FOR
+from lightning_fcl.deployment.messages import FOR
 from lightning_fcl.errors import require
 
 

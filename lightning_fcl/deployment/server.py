@@ -7,6 +7,7 @@ import uuid
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,8 @@ from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
-from lightning_fcl.deployment.members import Gathering, Members
-from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, Sealed, digest
+from lightning_fcl.deployment.members import Members
+from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.deployment.outline import outline_of
 from lightning_fcl.deployment.own_data import read_data, take_server_data
 from lightning_fcl.deployment.recipe import fingerprint, read_recipe
@@ -41,6 +42,8 @@ from lightning_fcl.simulation.simulated import aggregate
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
 if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
     from lightning_fcl.deployment.link import GridLink
 
 log = logging.getLogger(__name__)
@@ -105,9 +108,10 @@ class Nodes:
     """
 
     def __init__(self, link: GridLink, recipe: str, terms: Terms) -> None:
-        self.link, self.recipe, self.terms = link, recipe, terms
+        self.recipe, self.terms = recipe, terms
         self.identity = Identity()
-        self.members = Members(link, recipe, terms.join_seconds, self.identity.claimed, terms.registered_keys)
+        waits = terms.round_seconds, terms.join_seconds
+        self.members = Members(link, recipe, *waits, self.identity.claimed, terms.registered_keys)
 
     def round(self, federation: Federation) -> Round:
         """The round at hand; its only batch is None, which comes when the nodes have trained."""
@@ -122,7 +126,7 @@ class Nodes:
         held = {n: server.state[n] for n, rule in of.items() if not (rule.down or rule.up)}
         self.members.begin_round({**self._head(round), "kind": "hello", "held": sorted(held)}, digest(held))
 
-        def take(client: str, answer: Sealed, sent: Mapping[str, Any]) -> bool:
+        def take(client: str, answer: RecordDict, sent: Mapping[str, Any]) -> bool:
             if client in server.record.trained:
                 _drop(round, client, "a second answer, which does not count")
                 return True
@@ -132,23 +136,15 @@ class Nodes:
                 _drop(round, client, str(error))
                 return False
 
-        gathering = Gathering(
-            self.link,
-            self.members,
-            self.terms.round_seconds,
-            self.terms.join_seconds,
-            lambda client, node: self._sent_to(round, client, node, held),
-            take,
-        )
-        needed = min(self.terms.clients_at_least, len(drawn))
-        for client, why in gathering.run(drawn, needed).items():
+        needed, sent_to = min(self.terms.clients_at_least, len(drawn)), partial(self._sent_to, round, held)
+        for client, why in self.members.gather(drawn, needed, sent_to, take).items():
             _drop(round, client, why)
         self._record_limits(server.record, drawn)
         server.record.claims = self.members.claims
-        counted = len(gathering.counted)
+        counted = self.members.counted
         fewer = f"Expected uploads of at least {needed} clients in round {round.number} but got {counted} ("
         fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
-        if not gathering.enough:
+        if not self.members.enough:
             raise RuntimeError(
                 f"{fewer}). Start the server again when they are there: it goes on from its newest checkpoint."
             )
@@ -170,18 +166,17 @@ class Nodes:
             "optimizer": [_plain(group) for o in federation.optimizers for group in o.param_groups],
         }
 
-    def _sent_to(self, round: Round, client: str, node: int, held: State) -> Parcel:
+    def _sent_to(self, round: Round, held: State, client: str, node: int) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
         server, outline = round.federation.server, outline_of(round.federation.stream, client)
         down = {n: v for n, v in server.state.items() if server.reductions[n].down}
         state = {f"{SERVER if n in server.extra else MODEL}{n}": v for n, v in down.items()}
         state |= {} if node in self.members.alike else {f"{MODEL}{n}": v for n, v in held.items()}
-        parcel = Parcel({**self._head(round), "kind": "train", "outline": asdict(outline)}, state)
-        server.record.download(client, parcel.nbytes)
-        return parcel
+        server.record.download(client, sum(value.nbytes for value in state.values()))
+        return Parcel({**self._head(round), "kind": "train", "outline": asdict(outline)}, state)
 
     def _take(
-        self, round: Round, client: str, answer: Sealed, sent: Mapping[str, Any], asked: int, skipped: list[str]
+        self, round: Round, client: str, answer: RecordDict, sent: Mapping[str, Any], asked: int, skipped: list[str]
     ) -> bool:
         """Add up the answer of a client, one of so many, to what was sent; whether it counts: its numbers are finite.
 
@@ -273,12 +268,6 @@ def serve(
 
     class Served(FederatedCLI):
         """A fit whose clients are nodes."""
-
-        program = "lightning-fcl"
-
-        @staticmethod
-        def subcommands() -> dict[str, set[str]]:
-            return {"fit": FederatedCLI.subcommands()["fit"]}
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
             trainer = super().instantiate_trainer(**kwargs)

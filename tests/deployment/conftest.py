@@ -8,9 +8,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_fcl.deployment.app import write_app
-from lightning_fcl.deployment.link import record_of, sealed_of
-from lightning_fcl.deployment.messages import opened
+from lightning_fcl.deployment.flower import write_app
+from lightning_fcl.deployment.messages import opened, record_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.recipe import read_recipe
@@ -81,14 +80,14 @@ class Wire:
             if given is None:  # it has been asked, and did not answer
                 continue
             self.sent[message] = number, None
-            parcel = opened(sealed_of(record_of(given)))
+            parcel = opened(record_of(given))
             self.asked.append((number, parcel))
             yield from ((message, answer) for answer in self.replies(number, parcel))
 
     def replies(self, number, parcel):
         answer = self.reached[number].answer(parcel)
         if answer is not None:
-            yield sealed_of(record_of(answer))
+            yield record_of(answer)
 
 
 class Rehearsal:

@@ -6,15 +6,14 @@ from itertools import count, pairwise
 import pytest
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.link import record_of, sealed_of
-from lightning_fcl.deployment.members import AGAIN_SECONDS, HELLO_SECONDS, Gathering, Members
-from lightning_fcl.deployment.messages import Parcel, Sealed, opened
+from lightning_fcl.deployment.members import AGAIN_SECONDS, HELLO_SECONDS, Members
+from lightning_fcl.deployment.messages import Parcel, opened, record_of
 
 HELLO = {"kind": "hello"}
 
 
-def sealed(head):
-    return sealed_of(record_of(Parcel(head)))
+def record(head):
+    return record_of(Parcel(head))
 
 
 class Clock:
@@ -36,7 +35,7 @@ class Air:
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
         self.keys = {}
-        self.answers_of_the_gone = Sealed(failed="it is gone")
+        self.answers_of_the_gone = "it is gone"
 
     def nodes(self):
         return {number: self.keys.get(number, f"key {number}") for number in self.there}
@@ -62,7 +61,7 @@ class Air:
 def client(name):
     """A node of a client that always answers."""
     head = {"client": name, "version": __version__, "recipe": "r", "held": "", "samples": 9}
-    return lambda parcel, now: sealed(head)
+    return lambda parcel, now: record(head)
 
 
 def changing(*parts):
@@ -81,7 +80,7 @@ def stalling(name):
 
 def refusing(parcel, now):
     """A node without its data."""
-    return sealed({"client": "a", "refused": "there is no file"})
+    return record({"client": "a", "refused": "there is no file"})
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def air(clock):
 
 @pytest.fixture
 def members(air):
-    one = Members(air, "r", 200, {})
+    one = Members(air, "r", 20, 100, {})
     one.begin_round(HELLO, "")
     return one
 
@@ -115,10 +114,10 @@ def gather(air, members):
             run.taken.append(name)
             return counts(answer)
 
-        one = Gathering(air, members, 20, 100, lambda name, node: Parcel({"kind": "train", "for": name}), take)
-        run.left = one.run(wanted, needed)
-        run.enough = one.enough
-        return len(one.counted)
+        sent_to = lambda name, node: Parcel({"kind": "train", "for": name})  # noqa: E731
+        run.left = members.gather(wanted, needed, sent_to, take)
+        run.enough = members.enough
+        return members.counted
 
     return run
 
@@ -156,7 +155,7 @@ def test_where_keys_are_registered_a_name_stays_that_of_the_first_key_that_had_i
     claimed = {}
     air.there, air.keys = {7: client("a")}, {7: "mine", 8: "other", 9: "mine"}
     for registered in (True, False):
-        one = Members(air, "r", 4, claimed, registered)
+        one = Members(air, "r", 20, 4, claimed, registered)
         one.begin_round(HELLO, "")
         if registered:
             assert one.reach(["a"], 1) == {"a": 7} and claimed == {"mine": "a"}
@@ -194,12 +193,12 @@ def test_too_few_clients_are_named_with_the_reasons_after_the_time(air, members,
     with (
         caplog.at_level(logging.INFO),
         pytest.raises(
-            RuntimeError, match=r"at least 2 of the clients a, b within 200 s but got b \(there is no file\)"
+            RuntimeError, match=r"at least 2 of the clients a, b within 100 s but got b \(there is no file\)"
         ),
     ):
         members.reach(["a", "b"], 2)
     assert "Waiting for 2 of the clients a (not connected), b (not connected)." in caplog.text
-    assert 200 < air.clock.now - 100 < 201
+    assert 100 < air.clock.now - 100 < 101
 
 
 def test_where_something_else_never_travels_all_are_asked_anew(air, members):
@@ -234,7 +233,7 @@ def lost_in_training(name, until):
 
     def node(parcel, now):
         if parcel.head["kind"] == "train" and now < until:
-            return Sealed(failed="it has crashed")
+            return "it has crashed"
         return client(name)(parcel, now)
 
     return node

@@ -9,8 +9,8 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 from flwr.supercore.task_identity import TaskIdentity
 
-from lightning_fcl.deployment.link import GridLink, record_of
-from lightning_fcl.deployment.messages import Parcel, opened
+from lightning_fcl.deployment.link import GridLink
+from lightning_fcl.deployment.messages import Parcel, opened, record_of
 
 
 class Grid:
@@ -71,8 +71,8 @@ def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(
     assert [*sent.values()] == [7, 8, 9, 10, 11]
     found = {sent[message]: answer for message, answer in link.answers(sent)}
     assert found.keys() == {7, 8, 9, 11}
-    assert "can be read but got ValueError: no message" in found[11].failed
-    assert "Node Unavailable" in found[7].failed
+    assert "can be read but got ValueError: no message" in found[11]
+    assert "Node Unavailable" in found[7]
     assert [opened(found[node]).head["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
 
 

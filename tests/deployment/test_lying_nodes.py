@@ -28,10 +28,8 @@ from flwr.clientapp import ClientApp
 sys.path.append(str(Path(__file__).parent))
 
 from lightning_fcl.deployment.answers import BOUND
-from lightning_fcl.deployment.messages import opened
 from lightning_fcl.deployment.flower import client_app
-from lightning_fcl.deployment.link import sealed_of
-from lightning_fcl.deployment.messages import Parcel
+from lightning_fcl.deployment.messages import Parcel, opened
 
 import lies
 
@@ -49,7 +47,7 @@ def train(message, context):
     client = context.node_config["client"]
     if client not in {LIARS}:
         return honest(message, context)
-    sent = opened(sealed_of(message.content))
+    sent = opened(message.content)
     said = dict((name, sent.head[name]) for name in BOUND)
     said.update(client=client, samples=9, rehearsed=0, diverged=False)
     state = dict((name.removeprefix("model/"), value + 0.01) for name, value in sent.state.items())

@@ -11,8 +11,7 @@ from PIL import Image
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
-from lightning_fcl.deployment.link import record_of, sealed_of
-from lightning_fcl.deployment.messages import Parcel, RefusedError, opened
+from lightning_fcl.deployment.messages import Parcel, RefusedError, opened, record_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import read_data
 from lightning_fcl.deployment.recipe import fingerprint
@@ -38,7 +37,7 @@ def dropped(fit):
 def test_a_message_larger_than_agreed_is_refused():
     sent = record_of(Parcel({}, {"w": torch.zeros(1000)}))
     with pytest.raises(RefusedError, match="Expected at most 100 bytes of a message but got"):
-        opened(sealed_of(sent), 100)
+        opened(sent, 100)
 
 
 @pytest.mark.seconds
