@@ -423,22 +423,6 @@ def assert_same():
 
 
 @pytest.fixture
-def assert_fine_tunes_without(fit, make_stream, make_task, assert_same):
-    """A method changes what is learnt, but not for clients that do not use it."""
-
-    def check(method):
-        used, unused, fine = make_task(), make_task(), make_task()
-        fit(used, make_stream(clients=2), [method()], cohort_size=1)
-        fit(unused, make_stream(clients=2), [method(clients=[])], cohort_size=1)
-        fit(fine, make_stream(clients=2), cohort_size=1)
-        assert_same(unused, fine, 0)
-        with pytest.raises(AssertionError):
-            assert_same(used, fine, 1e-4)
-
-    return check
-
-
-@pytest.fixture
 def assert_resumes(fit, make_stream, assert_same, tmp_path):
     """Fits that go on from an experience's middle, and from its end, come to the same bits as one without a break."""
 

@@ -244,8 +244,7 @@ def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, code, toler
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-@pytest.mark.parametrize("cohort_size", [1, 4])
+@pytest.mark.parametrize(("store", "cohort_size"), [("memory", 1), ("disk", 4)])
 def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size):
     def again(path, **change):
         saver = [ModelCheckpoint(tmp_path, "round-{epoch}", save_top_k=-1)] if path is None else []

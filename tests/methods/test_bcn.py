@@ -1,7 +1,6 @@
 """BCN: both players' moves, and the same training by hand."""
 
 import copy
-from functools import partial
 
 import numpy as np
 import pytest
@@ -194,11 +193,6 @@ def test_random_layers_and_running_statistics(make_task, samples, train):
 
 
 # Where it runs.
-
-
-@pytest.mark.seconds
-def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):
-    assert_fine_tunes_without(partial(BCN, 1.0))
 
 
 def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, assert_same, monkeypatch):

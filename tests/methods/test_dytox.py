@@ -329,9 +329,8 @@ def test_in_a_plain_trainer_the_last_epochs_are_balanced(quiet):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
-def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
-    options = {"participation": 0.7, "client_store": store, "seed": 5, "local_epochs": 2}
+def test_resumed_is_uninterrupted(fit, assert_same, tmp_path):
+    options = {"participation": 0.7, "client_store": "disk", "seed": 5, "local_epochs": 2}
     whole, saving = make_task(task_incremental=True), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     fit(whole, fedvit(), [DyToxTraining(0.3), saving], trainer_args={"enable_checkpointing": True}, **options)
     for epoch in (0, 2, 3):

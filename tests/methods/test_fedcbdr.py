@@ -159,9 +159,8 @@ def test_equal_weights_are_a_learning_rate(fit, make_stream, make_task, assert_s
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted(assert_resumes, make_task, store):
-    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: FedCBDR(20, 0.9, 1.1, 1.1, 0.9), client_store=store)
+def test_resumed_is_uninterrupted(assert_resumes, make_task):
+    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: FedCBDR(20, 0.9, 1.1, 1.1, 0.9), client_store="disk")
 
 
 def test_refused(train, make_task, samples):

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -111,13 +110,3 @@ def test_clients_that_were_not_drawn_keep_weights_too(fit):
         owner = section(memory, "owner")["model.body.0.weight"]
         assert (owner == 1).sum() == 9 and memory["block0"].tolist() == list(stream.plan.classes_of_task(client, 0))
         assert not any(name.startswith("body.") for name in memory)
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_the_store_does_not_matter(fit, store):
-    task = make_task()
-    fit(task, make_stream(batch_size=16), [FedKNOW()], reductions=OWN, client_store=store)
-    other = make_task()
-    fit(other, make_stream(batch_size=16), [FedKNOW()], reductions=OWN)
-    torch.testing.assert_close(task.state_dict(), other.state_dict(), rtol=0, atol=0)

@@ -14,15 +14,6 @@ SAMPLES = np.array([4, 8, 16, 32])
 STEPS = SAMPLES // 4  # of a pass, in batches of 4
 
 
-@pytest.mark.parametrize("optimizer", [{"lr": 0.1}, {"lr": 0.05, "momentum": 0.9}])
-def test_of_equally_many_steps_it_is_fedavg(fit, make_stream, make_task, assert_same, optimizer):
-    tasks = [make_task(lambda params: torch.optim.SGD(params, **optimizer)) for _ in range(2)]
-    whole = {"partition": "dirichlet", "batch_size": 1000, "rounds_per_experience": 3}
-    for task, methods in zip(tasks, ([FedNova()], []), strict=True):
-        fit(task, make_stream(**whole), methods, local_epochs=4, seed=0)
-    assert_same(*tasks, 1e-5)
-
-
 def step_of(client, w, steps, lr, momentum):
     """Where a client's steps lead from w."""
     velocity = 0.0

@@ -50,13 +50,3 @@ def test_drop_in_equals_hand_written_loop(make_task, samples, train, by_hand, as
     train(task, [FedNTD(2.0)], data)
     by_hand(hand, data, loss, begin=begin)
     assert_same(task, hand, 1e-5)
-
-
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, size):
-    tasks = [make_task() for _ in range(3)]
-    for task, methods in zip(tasks, ([FedNTD(0.0)], [], [FedNTD(1.0)]), strict=True):
-        fit(task, make_stream(), methods, cohort_size=size, local_epochs=2, seed=0)
-    assert_same(tasks[0], tasks[1], 0 if size == 1 else 1e-6)
-    with pytest.raises(AssertionError):
-        assert_same(tasks[1], tasks[2], 1e-4)

@@ -45,10 +45,6 @@ def test_part():
     torch.testing.assert_close(step.params["head.w"].grad, 2 * (step.params["head.w"] - step.server["head.w"]).detach())
 
 
-def test_mu_zero_is_fedavg():
-    assert FedProx(mu=0.0).penalty(Client(), a_step()) == 0.0
-
-
 def test_a_part_without_a_parameter():
     message = "Expected `part` to match a trainable parameter but `tail.*` matches none."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

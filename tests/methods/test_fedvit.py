@@ -337,9 +337,8 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted(fit, tmp_path, store):
-    options = {"reductions": OWN, "participation": 2, "client_store": store}
+def test_resumed_is_uninterrupted(fit, tmp_path):
+    options = {"reductions": OWN, "participation": 2, "client_store": "disk"}
 
     def run(epochs, **kwargs):
         task = make_task(torch.optim.AdamW, lr=0.01)

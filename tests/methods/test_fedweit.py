@@ -323,9 +323,8 @@ def test_who_has_left_publishes_nothing(fit):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
-    options = {"reductions": OWN, "participation": 2, "client_store": store, "seed": 3}
+def test_resumed_is_uninterrupted(fit, assert_same, tmp_path):
+    options = {"reductions": OWN, "participation": 2, "client_store": "disk", "seed": 3}
     saving, method, whole, watch = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), FedWEIT(), make_task(), Watch()
     fit(whole, make_stream(), [method, saving, watch], trainer_args={"enable_checkpointing": True}, **options)
     for epoch in (1, 2):

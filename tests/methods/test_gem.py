@@ -2,7 +2,6 @@
 
 import copy
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -335,10 +334,6 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, ass
     fit(fine, make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80))
     with pytest.raises(AssertionError):
         assert_same(fine, tasks[0], 1e-3)
-
-
-def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):
-    assert_fine_tunes_without(partial(GEM, 1.0))
 
 
 def test_a_client_that_diverges_is_refused_alone(fit, make_stream, make_task):

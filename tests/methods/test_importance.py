@@ -291,15 +291,6 @@ def test_the_defaults_hold_a_small_network_s_first_task_and_leave_its_weights_in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cohort_size", [1, 3])
-def test_strength_zero_is_fine_tuning(fit, make_stream, make_task, assert_same, kind, cohort_size):
-    plain, weighed = make_task(), make_task()
-    fit(plain, make_stream(), cohort_size=cohort_size)
-    fit(weighed, make_stream(), [KINDS[kind](0.0)], cohort_size=cohort_size)
-    assert_same(plain, weighed, 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_one_client_is_the_plain_trainer(fit, make_stream, make_task, assert_same, kind):
     federated, plain, tuned = make_task(), make_task(), make_task()
     options = {"clients": 1, "rounds_per_experience": 2}

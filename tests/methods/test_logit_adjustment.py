@@ -71,13 +71,6 @@ def test_cohorts_learn_what_single_clients_learn(fit, make_stream, make_task, as
     assert_same(*tasks, 1e-5)
 
 
-def test_no_strength_is_fedavg(fit, make_stream, make_task, assert_same):
-    tasks = [make_task(), make_task()]
-    for task, methods in zip(tasks, ([], [LogitAdjustment(tau=0.0)]), strict=True):
-        fit(task, make_stream(), methods)
-    assert_same(*tasks, 0)
-
-
 def test_a_plain_trainer_takes_the_epoch_before(make_task, samples, train, assert_same):
     one, other = make_task(), make_task()
     train(one, [LogitAdjustment()], samples([0, 2]), epochs=1)

@@ -298,8 +298,7 @@ def test_weights_of_a_replayed_experience(fit, make_series_stream, make_reservoi
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("share", ["statistics", "weights"])
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, tmp_path, share, store):
+def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, tmp_path, share):
     def run(folder=None, ckpt_path=None, seed=0):
         task = make_reservoir_task(share=share, beta=[1e-2, 1.0] if share == "statistics" else 1e-2)
         with torch.no_grad():
@@ -309,7 +308,7 @@ def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, 
         callbacks = [IntrinsicPlasticity(local_epochs=2), Replay(0.3, "reservoir"), metrics]
         saving = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else []
         trainer = fit(
-            task, stream, callbacks + saving, ckpt_path=ckpt_path, participation=0.7, client_store=store,
+            task, stream, callbacks + saving, ckpt_path=ckpt_path, participation=0.7, client_store="disk",
             trainer_args={"enable_checkpointing": folder is not None},
         )  # fmt: skip
         kept = trainer.strategy.server.store

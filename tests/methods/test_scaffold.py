@@ -50,20 +50,6 @@ def test_with_variates_of_zero_it_is_fedavg(fit, make_stream, make_task, assert_
         assert_same(tasks[1], tasks[2], 1e-4)
 
 
-def test_of_a_single_client_it_is_sgd(fit, make_stream, make_task, assert_same):
-    tasks = [make_task(), make_task()]
-    for task, methods in zip(tasks, ([SCAFFOLD()], []), strict=True):
-        fit(task, make_stream(clients=1, rounds_per_experience=3), methods, local_epochs=2, **UNIFORM)
-    assert_same(*tasks, 1e-5)
-
-
-def test_one_full_batch_step_is_fedavg(fit, make_stream, make_task, assert_same):
-    tasks, whole = [make_task(), make_task()], {**ROUNDS, "batch_size": 1000}
-    for task, methods in zip(tasks, ([SCAFFOLD()], []), strict=True):
-        fit(task, make_stream(**whole), methods, **UNIFORM)
-    assert_same(*tasks, 1e-6)
-
-
 def by_hand(task, stream, drawn, every=1, momentum=0.0):
     """Algorithm 1 of the paper, option II, in a loop, which begins anew every three rounds."""
     names = [name for name, _ in task.named_parameters()]

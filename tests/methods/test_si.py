@@ -69,14 +69,6 @@ def test_what_the_server_moves_counts_for_nothing(fit):
     assert abs(value(task) - 2.0) > 0.1
 
 
-def test_without_strength_it_is_fine_tuning(fit, make_stream, make_task, assert_same, assert_fine_tunes_without):
-    tasks = [make_task(), make_task()]
-    for task, methods in zip(tasks, ([SI(0.0)], []), strict=True):
-        fit(task, make_stream(), methods, cohort_size=1)
-    assert_same(*tasks, 0)
-    assert_fine_tunes_without(lambda clients="all": SI(5.0, clients=clients))
-
-
 def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task):
     assert_resumes(make_task, lambda: SI(5.0))
 

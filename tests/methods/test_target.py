@@ -62,17 +62,6 @@ class Kept(Callback):
         self.states.append({n: v.clone() for n, v in pl_module.state_dict().items()})
 
 
-@pytest.mark.parametrize("neutral", [{"kd": 0.0}, {"images": 0}])
-def test_without_distillation_or_images_it_is_fedavg_to_the_bit(fit, assert_same, neutral):
-    tasks, sent = [classifier() for _ in range(2)], []
-    for task, methods in zip(tasks, ([small(**neutral)], []), strict=True):
-        metrics = ContinualMetrics()
-        fit(task, digits(), [*methods, metrics], cohort_size=1)
-        sent.append([entry["download_bytes"] for entry in metrics.record["rounds"]])
-    assert_same(*tasks, 0)
-    assert sent[0] == sent[1]
-
-
 def test_in_the_first_experience_it_is_fedavg_and_then_not(fit, assert_same):
     for experiences, same in ((1, True), (2, False)):
         tasks = [classifier() for _ in range(2)]

@@ -1,6 +1,5 @@
 """A round is the train loader of an epoch: its length, what is loaded anew with it, and how it ends when cut short."""
 
-import copy
 import warnings
 from itertools import pairwise
 
@@ -118,22 +117,6 @@ def test_a_round_that_is_cut_short_leaves_the_server(fit, make_stream, make_task
     fit(one, make_stream(experiences=1, rounds_per_experience=2), [Stop()], max_epochs=1, **strategy)
     assert same(task.state_dict(), one.state_dict())
     assert "A round was cut short" in caplog.text
-
-
-def test_a_fit_of_which_a_round_was_cut_short_can_be_begun_again(fit, make_stream, make_task):
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 1:
-                raise RuntimeError("enough")
-
-    task, whole = make_task(), make_task()
-    start = copy.deepcopy(task.state_dict())
-    with pytest.raises(RuntimeError, match="enough"):
-        fit(task, make_stream(), [Stop()], cohort_size=1, seed=0)
-    assert same(task.state_dict(), start)
-    fit(task, make_stream(), cohort_size=1, seed=0)
-    fit(whole, make_stream(), cohort_size=1, seed=0)
-    assert same(task.state_dict(), whole.state_dict())
 
 
 def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, make_task, tmp_path):

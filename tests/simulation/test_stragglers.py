@@ -146,8 +146,7 @@ def test_asynchronous_rounds_do_not_depend_on_the_cohort_size(fit, make_stream, 
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("store", [pytest.param("memory", marks=pytest.mark.slow), "disk"])
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize(("store", "cohort_size"), [("memory", 1), ("disk", "auto")])
 @pytest.mark.parametrize(
     "make",
     [lambda: FedBuff(Speeds(**SPREAD), 2), lambda: Deadline(Speeds(**SPREAD), 0.5, 3)],
@@ -159,7 +158,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, make, c
     saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
     whole, parts, stale = make_task(), [*methods(), ContinualMetrics()], 0
     fit(whole, make_stream(**stream), [*parts, saver], schedule=make(), trainer_args=saving, **options)
-    for epoch in range(6):
+    for epoch in (0, 2, 3):
         again, metrics, path = make_task(seed=99), ContinualMetrics(), tmp_path / f"epoch={epoch}.ckpt"
         trainer = fit(again, make_stream(**stream), [*methods(), metrics], schedule=make(), ckpt_path=path, **options)
         assert equal(whole.state_dict(), again.state_dict()), epoch
@@ -408,16 +407,7 @@ def test_a_recipe_names_a_schedule_and_its_report_tells_the_clock(recipe, tmp_pa
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (
-            {"init_args": {"buffer_size": 0, "speeds": {"seconds_per_sample": 1}}},
-            "Expected `buffer_size` to be at least",
-        ),
         ({"init_args": {"buffer_size": 9, "speeds": {"seconds_per_sample": 1}}}, "at most the stream's 4 clients"),
-        ({"init_args": {"buffer_size": 2, "speeds": {"spread": 1}}}, "Expected `seconds_per_sample` of every client"),
-        (
-            {"init_args": {"buffer_size": 2, "speeds": {"seconds_per_sample": -1}}},
-            "`seconds_per_sample` to be a finite",
-        ),
         ({"init_args": {"buffer_size": 2, "speeds": {"seconds_per_sampel": 1}}}, "seconds_per_sampel"),
         (
             {"class_path": "lightning_fcl.Deadline", "init_args": {"seconds": -1, "speeds": {"seconds_per_sample": 1}}},
