@@ -185,10 +185,24 @@ class Aggregator:
             (names, reduction.accumulator()) for reduction, names in groups.items()
         ]
 
-    def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int]) -> None:
-        """Take in uploads of the clients of these numbers, every entry of shape (clients, ...)."""
+    def add_all(
+        self,
+        uploads: Mapping[str, Tensor],
+        weights: Sequence[float],
+        numbers: Sequence[int],
+        sums: CohortSums | None = None,
+    ) -> None:
+        """Take in uploads of the clients of these numbers, every entry of shape (clients, ...).
+
+        Args:
+            sums: Where they have trained side by side, what they come to, see `sum_cohort`.
+        """
         for names, accumulator in self._groups:
-            accumulator.add(self._checked(uploads, names), weights)
+            values = self._checked(uploads, names)
+            if sums and isinstance(accumulator, WeightedMean):
+                accumulator.add_cohort(values, sums, weights)
+            else:
+                accumulator.add(values, weights)
         self._numbers += numbers
         self.uploads += len(weights)
 
@@ -199,19 +213,6 @@ class Aggregator:
         """
         means = [n for names, accumulator in self._groups if isinstance(accumulator, WeightedMean) for n in names]
         return {n: weighted_sum(uploads[n], weights) for n in means if uploads[n].is_floating_point()}
-
-    def add_cohort(
-        self, uploads: Mapping[str, Tensor], sums: CohortSums, weights: Sequence[float], numbers: Sequence[int]
-    ) -> None:
-        """Take in uploads of clients that have trained side by side, whose sums are known of what has such."""
-        for names, accumulator in self._groups:
-            values = self._checked(uploads, names)
-            if isinstance(accumulator, WeightedMean):
-                accumulator.add_cohort(values, sums, weights)
-            else:
-                accumulator.add(values, weights)
-        self._numbers += numbers
-        self.uploads += len(weights)
 
     def _checked(self, uploads: Mapping[str, Tensor], names: Sequence[str]) -> State:
         for name in names:

@@ -221,6 +221,11 @@ class ClientStore:
 
     def replace(self, states: Mapping[str, ClientState]) -> None:
         """Forget every client, and keep these states. Where processes share a folder, it is done once all have met."""
+        if not isinstance(states, Mapping) or not all(map(_is_client_state, states.values())):
+            raise ValueError(
+                f"Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
+                f"{states!r:.200}. Continue from another one."
+            )
         if self._first:
             for client in list(self):
                 self.discard(client)
@@ -230,6 +235,10 @@ class ClientStore:
     def _path(self, client: str) -> Path:
         assert self._folder is not None
         return inside(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
+
+
+def _is_client_state(kept: object) -> bool:
+    return isinstance(kept, Mapping) and all(isinstance(section, Mapping) for section in kept.values())
 
 
 def own_entries(kept: ClientState, device: torch.device) -> Memory:

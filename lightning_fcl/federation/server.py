@@ -214,12 +214,9 @@ class FederatedServer:
             sent = self.aggregator.set_aside(sent, odd)
             coded, each = self.code(clients, sent)
             numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
-            if len(clients) == 1:
-                self.aggregator.add_all({**sent, **coded}, weights, numbers)
-            else:
-                if coded or odd or len(rows) < len(taken):
-                    sums = self.aggregator.sum_cohort({**sent, **coded}, weights)
-                self.aggregator.add_cohort({**sent, **coded}, sums, weights, numbers)
+            if coded or odd or len(rows) < len(taken):
+                sums = self.aggregator.sum_cohort({**sent, **coded}, weights) if len(clients) > 1 else {}
+            self.aggregator.add_all({**sent, **coded}, weights, numbers, sums)
             by_value = [name for name in sent if not self.reductions[name].by_shape]
             for i, client in enumerate(clients):
                 self.record.upload(client, each + sum(self.reductions[n].wire_bytes(sent[n][i]) for n in by_value))
@@ -341,19 +338,9 @@ class FederatedServer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint has kept, before `begin`."""
-        clients = state["clients"]
-        if not isinstance(clients, Mapping) or not all(map(_is_client_state, clients.values())):
-            raise ValueError(
-                f"Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
-                f"{clients!r:.200}. Continue from another one."
-            )
-        self.store.replace(clients)
+        self.store.replace(state["clients"])
         self.extra = dict(state.get("extra", {}))
         self._restored = state["server_optimizer"]
         kept = state.get("untouched")
         self._untouched = kept if isinstance(kept, list) else None
         self._server_optimizer = None
-
-
-def _is_client_state(kept: object) -> bool:
-    return isinstance(kept, Mapping) and all(isinstance(section, Mapping) for section in kept.values())

@@ -425,7 +425,7 @@ def test_a_cohorts_mean_is_near_the_exact_one_and_all_else_is_the_same():
         for rows in (range(7), range(7, 9)):
             part = {name: value[list(rows)] for name, value in values.items()}
             own = [weights[row] for row in rows]
-            many.add_cohort(part, many.sum_cohort(part, own), own, rows)
+            many.add_all(part, own, rows, many.sum_cohort(part, own))
         both = many.result(server)
         for name, value in one.result(server).items():
             found = both[name]
