@@ -98,14 +98,12 @@ def _from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArra
 def _listed(path: Path) -> list[tuple[Path, str]]:
     """The images that a list names, and their classes; its first line is the heading."""
     heading, *rest = read_lines(path, _REMEDY)
-    rows = []
+    rows = [line.partition(",")[::2] for line in rest]
     with reading(
         path, "to begin with `filename,label`, and to have lines as `n0153282900000005.jpg,n01532829`,", _REMEDY
     ):
         ensure(heading == "filename,label" and rest, f"{heading[:60]!r} and {len(rest)} more lines")
-        for line in rest:
-            name, _, wnid = line.partition(",")
+        for name, wnid in rows:
             fits = re.fullmatch(r"n\d{8}", wnid) and re.fullmatch(r"[\w-]+\.jpe?g", name, re.IGNORECASE)
-            ensure(fits, repr(line[:60]))
-            rows.append((inside(path.parent / "images", name), wnid))
-    return rows
+            ensure(fits, repr(f"{name},{wnid}"[:60]))
+    return [(inside(path.parent / "images", name), wnid) for name, wnid in rows]
