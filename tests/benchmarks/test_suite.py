@@ -52,6 +52,17 @@ def test_our_trainer_does_what_the_loop_does(name, tmp_path):
     assert 0 < result["round"] < lines[-1]["time"] - lines[0]["time"]
 
 
+@pytest.mark.parametrize("name", ["har-uneven", "esn"])
+def test_two_processes_do_what_the_loop_does(name, tmp_path):
+    from suite import workloads
+    from suite.engines import loop, processes
+    from suite.measuring import difference
+
+    workload = workloads.make(name, quick=True)
+    (expected, _), (found, _) = (trained(workload, engine, 2, tmp_path) for engine in (loop, processes))
+    assert difference(expected, found) < 1e-4
+
+
 def test_a_few_are_drawn_of_many(tmp_path):
     from suite import workloads
     from suite.engines import ours, pfl_research
@@ -119,16 +130,26 @@ def test_the_documents_have_the_marks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["loop-two", "pfl", "flower"])
+def test_the_command_measures_in_processes_that_do_what_the_loop_does(tmp_path, monkeypatch, capsys):
+    words = ["--quick", "--repeats", "1", "--out", str(tmp_path), "--workloads", "digits-100"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *words, "--engines", "loop", "ours", "loop-two"])
+    importlib.import_module("run").main()
+    assert "| 100 clients x 15 digits, MLP 64-32-10 | loop, two processes |" in capsys.readouterr().out
+    measured = json.loads((tmp_path / "suite-digits-100.json").read_text())["engines"]
+    for engine in ("ours", "loop-two"):
+        (found,) = measured[engine]
+        assert found["differs"] < 1e-4 and found["round"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["pfl", "flower"])
 @pytest.mark.parametrize("name", ["digits-100", "har-uneven", "esn"])
 def test_others_do_what_the_loop_does(name, engine):
     from suite.measuring import ENGINES, measured
 
-    python = Path(sys.executable)
-    if engine != "loop-two":
-        python = ENVIRONMENTS / f"env-{ENGINES[engine]}" / "bin" / "python"
-        if not python.exists():
-            pytest.skip("`python benchmarks/run.py --quick` makes its environment")
+    python = ENVIRONMENTS / f"env-{ENGINES[engine]}" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("`python benchmarks/run.py --quick` makes its environment")
     assert "error" not in measured(name, "loop", sys.executable, quick=True)
     start = time.monotonic()
     found = measured(name, engine, str(python), quick=True)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import lightning_fcl
+from lightning_fcl.cli.main import main
 
 MODEL = """
 import torch
@@ -73,32 +74,44 @@ def folder(tmp_path):
     return tmp_path
 
 
-def command(folder, *words):
-    """Run words as the installed command does, whose own folder stands first in ``sys.path``."""
-    package = str(Path(lightning_fcl.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-P", "-c", "from lightning_fcl.cli.main import main; main()", *words]
-    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
-
-
 @pytest.mark.slow
 def test_fit_and_test_find_them(folder):
-    done = command(folder, "fit", "--config", "my.yaml", "--out", "out")
-    assert done.returncode == 0, done.stderr
-    checkpoint = next((folder / "out" / "checkpoints").glob("*.ckpt"))
-    again = command(folder, "test", "--config", "my.yaml", "--ckpt_path", str(checkpoint))
-    assert again.returncode == 0 and "test/accuracy" in again.stdout, again.stderr
+    code = """
+from pathlib import Path
+from lightning_fcl.cli.main import main
+main(["fit", "--config", "my.yaml", "--out", "out"])
+(checkpoint,) = Path("out/checkpoints").glob("*.ckpt")
+main(["test", "--config", "my.yaml", "--ckpt_path", str(checkpoint)])
+"""
+    package = str(Path(lightning_fcl.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-P", "-c", code]  # as of the installed command, its own folder stands first in `sys.path`
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "test/accuracy" in done.stdout, done.stderr
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """Commands run in that folder, in this process, and what they find there is forgotten afterwards."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+    yield folder
+    for name in {*sys.modules} - before:
+        if name.startswith("my_"):
+            del sys.modules[name]
 
 
 @pytest.mark.slow
-def test_worker_processes_find_them(folder):
-    done = command(folder, "tune", "search.yaml", "--out", "out", "--workers", "2")
-    assert done.returncode == 0, done.stderr
-    assert len(list((folder / "out").glob("trial-*/seed-0/results.json"))) == 2
+def test_worker_processes_find_them_and_their_number_changes_nothing(here):
+    rows = []
+    for workers in "12":
+        main(["tune", "search.yaml", "--out", workers, "--workers", workers])
+        assert len(list((here / workers).glob("trial-*/seed-0/results.json"))) == 2
+        rows.append((here / workers / "trials.csv").read_text())
+    assert rows[0] == rows[1]
 
 
-@pytest.mark.seconds
-def test_a_class_that_is_nowhere_is_named(folder):
-    (folder / "my_model.py").unlink()
-    done = command(folder, "fit", "--config", "my.yaml", "--out", "out")
-    assert done.returncode == 2 and "my_model" in done.stderr and "Traceback" not in done.stderr
+def test_a_class_that_is_nowhere_is_named(here, error_of):
+    (here / "my_model.py").unlink()
+    assert "my_model" in error_of(["fit", "--config", "my.yaml", "--out", "out"])

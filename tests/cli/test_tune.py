@@ -147,13 +147,6 @@ def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, m
     assert "--trainer.strategy.init_args.local_epochs 3" in best
 
 
-@pytest.mark.slow
-def test_the_number_of_processes_changes_nothing(search, tmp_path):
-    main(search("one", "1"))
-    main(search("two", "2"))
-    assert rows(tmp_path / "one") == rows(tmp_path / "two")
-
-
 @pytest.mark.seconds
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, pretend, sampler):

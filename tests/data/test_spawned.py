@@ -11,12 +11,7 @@ import lightning_fcl
 
 SPAWNS = """
 import multiprocessing
-import lightning.pytorch as L
 import torch
-from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
-from lightning_fcl.data.partition import IID
-from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.models import MLP
 
 class Noisy(torch.utils.data.Dataset):
     def __len__(self):
@@ -26,6 +21,12 @@ class Noisy(torch.utils.data.Dataset):
         return torch.randn(4) + index, index % 2
 
 def state(workers):
+    import lightning.pytorch as L  # here: the processes that are spawned run this file, too
+    from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+    from lightning_fcl.data.partition import IID
+    from lightning_fcl.data.scenarios import ClassIncremental
+    from lightning_fcl.models import MLP
+
     L.seed_everything(0)
     options = dict(num_workers=workers, batch_size=16, seed=0)
     stream = FederatedStream(Noisy(), ClassIncremental(1), IID(2), **options)
@@ -37,7 +38,7 @@ def state(workers):
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
-    alone, helped = state(0), state(1)
+    alone, helped = state(0), state(2)
     print("the same:", all(torch.equal(alone[name], helped[name]) for name in alone))
 """
 

@@ -15,6 +15,8 @@ import pytest
 from lightning_fcl import zoo
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS
 
+pytestmark = pytest.mark.xdist_group("hub")
+
 NAME = "mlp.digits.flwf2t_replay"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LABEL = """
@@ -171,15 +173,24 @@ def test_a_run_is_pushed_as_the_next_version(hub, commits, run):
     assert hub("-c", LABEL.format(name=f"hf:our/models@{commit}")).stdout.strip().isdigit()
 
 
+REFUSED = """
+from lightning_fcl.cli.main import main
+for words in {pushes!r}:
+    try:
+        main(words)
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
 @pytest.mark.slow
 def test_a_push_is_refused_whole(hub, commits, run):
-    for words, token, message in (
-        (push(run, "mlp.other"), "ours", f"Expected hf:our/models to hold mlp.other but it holds {NAME}"),
-        (push(run, NAME, f"hf:our/models@{COMMIT}"), "ours", "Expected hf:organisation/repository to publish to"),
-        (push(run, NAME), "theirs", "Log in by `hf auth login`"),
-    ):
-        done = hub(*words, token=token)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
+    pushes = [push(run, "mlp.other"), push(run, NAME, f"hf:our/models@{COMMIT}"), push(run, NAME)]
+    done = hub("-c", REFUSED.format(pushes=[words[2:] for words in pushes]), token="theirs")
+    assert done.stdout.split() == ["2", "2", "2"], done.stderr
+    assert f"Expected hf:our/models to hold mlp.other but it holds {NAME}" in done.stderr
+    assert "Expected hf:organisation/repository to publish to" in done.stderr
+    assert "Log in by `hf auth login`" in done.stderr
     assert [*commits] == [COMMIT]
 
 
