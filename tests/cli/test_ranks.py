@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fcl.cli.main import main
+
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 FIT = [sys.executable, "-m", "lightning_fcl", "fit", "quickstart", "--trainer.enable_progress_bar", "false"]
@@ -50,23 +52,26 @@ def wait_until(condition, seconds=120):
         time.sleep(0.1)
 
 
-def test_two_processes_come_to_the_same(tmp_path):
+def alone(out, capsys, *more):
+    """The same in this process; what it says, without where its files are, and what it comes to."""
+    capsys.readouterr()
+    main([*words(out, 1, *more)[3:]])
+    return capsys.readouterr().out.replace(str(out), ""), results(out)
+
+
+def test_two_processes_come_to_the_same(tmp_path, capsys):
     """Only the first one speaks."""
-    runs = {
-        number: subprocess.run(
-            words(tmp_path / str(number), number, "--trainer.max_epochs", "3"), capture_output=True, text=True
-        )
-        for number in (1, 2)
-    }
-    assert [run.returncode for run in runs.values()] == [0, 0], runs[2].stderr
-    assert runs[2].stdout.replace(str(tmp_path / "2"), "") == runs[1].stdout.replace(str(tmp_path / "1"), "")
-    assert results(tmp_path / "1") == results(tmp_path / "2")
+    short = ("--trainer.max_epochs", "3")
+    run = subprocess.run(words(tmp_path / "2", 2, *short), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert (run.stdout.replace(str(tmp_path / "2"), ""), results(tmp_path / "2")) == alone(
+        tmp_path / "1", capsys, *short
+    )
 
 
 @pytest.mark.parametrize("victim", ["the first", "another"])
-def test_a_process_is_killed(tmp_path, victim):
+def test_a_process_is_killed(tmp_path, capsys, victim):
     """The others end with a clear message and leave a whole checkpoint, from which any number of them goes on."""
-    subprocess.run(words(tmp_path / "whole", 1), check=True, capture_output=True)
     running = subprocess.Popen(words(tmp_path / "cut", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(list((tmp_path / "cut").glob("checkpoints/*.ckpt"))) or running.poll() is not None)
     others = children(running)
@@ -76,8 +81,9 @@ def test_a_process_is_killed(tmp_path, victim):
     if victim == "another":
         assert "one of them has gone" in said or "told to stop" in said or "Child process" in said, said
     wait_until(lambda: all(map(gone, others)))
-    subprocess.run([*FIT[:4], str(tmp_path / "cut"), "--trainer.devices", "3"], check=True, capture_output=True)
-    assert results(tmp_path / "cut")[0] == results(tmp_path / "whole")[0]
+    goes_on = [*FIT[:4], str(tmp_path / "cut"), "--trainer.devices", "3" if victim == "another" else "1"]
+    subprocess.run(goes_on, check=True, capture_output=True)
+    assert results(tmp_path / "cut")[0] == alone(tmp_path / "whole", capsys)[1][0]
 
 
 def test_ctrl_c_ends_after_the_round(tmp_path):
@@ -98,11 +104,10 @@ def test_too_many_processes(tmp_path):
     assert "as a round has cohorts, 2 of up to 5 clients, but got 3" in run.stderr
 
 
-def test_torchrun(tmp_path):
+def test_torchrun(tmp_path, capsys):
     """Processes that somebody else has started."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", *FIT[2:], *SMALL]
     more = ["--trainer.devices", "2", "--trainer.max_epochs", "3", "--out", str(tmp_path / "2")]
     run = subprocess.run([*launch, *more], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    subprocess.run(words(tmp_path / "1", 1, "--trainer.max_epochs", "3"), check=True, capture_output=True)
-    assert results(tmp_path / "1") == results(tmp_path / "2")
+    assert results(tmp_path / "2") == alone(tmp_path / "1", capsys, "--trainer.max_epochs", "3")[1]

@@ -1,4 +1,4 @@
-"""TARGET: without images it is FedAvg, and of images it holds what the old model said."""
+"""TARGET: of the images that it makes it holds what the old model said."""
 
 import numpy as np
 import pytest

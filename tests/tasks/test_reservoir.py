@@ -598,27 +598,25 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.models import EchoStateNetwork
 torch.set_num_threads(1)
-n = int(sys.argv[1])
-x, y = torch.randn(n, 30, 1), torch.arange(n) % 2
-scenario, partition = ClassIncremental(experiences=1), IID(clients=4)
-stream = FederatedStream.from_arrays(x, y, scenario=scenario, partition=partition, batch_size=16, seed=0)
-task = ReservoirClassifier(EchoStateNetwork(1, 200, seed=0), 2)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=1, accelerator="cpu", **quiet)
-trainer.fit(task, datamodule=stream)
-assert int(task.readout.n) > n * 20
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+scenario, partition = ClassIncremental(experiences=1), IID(clients=4)
+for n in map(int, sys.argv[1:]):
+    x, y = torch.randn(n, 30, 1), torch.arange(n) % 2
+    stream = FederatedStream.from_arrays(x, y, scenario=scenario, partition=partition, batch_size=16, seed=0)
+    task = ReservoirClassifier(EchoStateNetwork(1, 200, seed=0), 2)
+    trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=1, accelerator="cpu", **quiet)
+    trainer.fit(task, datamodule=stream)
+    assert int(task.readout.n) > n * 20
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_sequences():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    peaks = [
-        int(subprocess.run([sys.executable, "-c", MEMORY, str(n)], check=True, capture_output=True, text=True,
-                           env=environment).stdout.split()[-1])
-        for n in (200, 4000)
-    ]  # fmt: skip
+    command = [sys.executable, "-c", MEMORY, "200", "4000"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    peaks = [int(line) for line in printed.split()[-2:]]
     states = 4000 * 30 * 200 * 4 // 1024  # all of them: 94 MB
     assert peaks[1] - peaks[0] < states / 4
 

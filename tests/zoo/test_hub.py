@@ -15,8 +15,6 @@ import pytest
 from lightning_fcl import zoo
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS
 
-pytestmark = pytest.mark.xdist_group("hub")
-
 NAME = "mlp.digits.flwf2t_replay"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LABEL = """
