@@ -85,13 +85,8 @@ def greeting_of(answer: RecordDict | str, recipe: str) -> Greeting:
                 raise RefusedError(answer)
             check_bytes(answer, 0, "an answer to hello")
             head = head_of(answer)
-            if not is_file_name(head.get("client")) and ("client" in head or "refused" not in head):
-                raise RefusedError(
-                    f"Expected the name of a client, not `..`, of letters that are printed, in Unicode's form NFKC, at "
-                    f"most {_LONGEST} as a file's name has them, but got {str(head.get('client'))[:40]!r}. Name it "
-                    "otherwise."
-                )
-            client = head.get("client", "")
+            if "client" in head or "refused" not in head:
+                client = file_name_of(head, "client")
             _check_not_refused(head)
             check_same(head, recipe, f"client {client}")
             return Greeting(client, whole(head, "samples", 0, MOST), head.get("held"))
@@ -113,11 +108,22 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
     return value
 
 
-def is_file_name(name: object) -> bool:
-    """Whether one file can have a name, and it may be taken for no other."""
-    if not isinstance(name, str) or name in ("", ".", "..") or len(name) > _LONGEST or not name.isprintable():
-        return False
-    return is_normalized("NFKC", name) and len(quote(name, safe="")) <= _LONGEST
+def file_name_of(head: Mapping[str, Any], what: str) -> str:
+    """A name of a head, which one file can have, and which may be taken for no other."""
+    name = head.get(what)
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or len(name) > _LONGEST
+        or not name.isprintable()
+        or not is_normalized("NFKC", name)
+        or len(quote(name, safe="")) > _LONGEST
+    ):
+        raise RefusedError(
+            f"Expected the name of a {what}, not `..`, of letters that are printed, in Unicode's form NFKC, at most "
+            f"{_LONGEST} as a file's name has them, but got {str(name)[:40]!r}. Name it otherwise."
+        )
+    return name
 
 
 def upload_of(

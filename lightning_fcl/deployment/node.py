@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import BOUND
+from lightning_fcl.deployment.answers import BOUND, file_name_of
 from lightning_fcl.deployment.messages import (
     MODEL,
     SERVER,
@@ -72,7 +72,7 @@ class Node:
             return Parcel({**head, "refused": reason_of(why)})
 
     def _hello(self, parcel: Parcel) -> Parcel:
-        own = own_folder(self._folder, str(parcel.head["federation"]), self.client)
+        own = own_folder(self._folder, file_name_of(parcel.head, "federation"), self.client)
         samples = count_samples(self._data, own / "data.json")  # who has none says so now
         names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
         state = entries(build(self._recipe).module) if names else {}
@@ -85,7 +85,7 @@ class Node:
         take_data(parts.stream, read_data(self._data), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
-        own = own_folder(self._folder, str(head["federation"]), self.client)
+        own = own_folder(self._folder, file_name_of(head, "federation"), self.client)
         with locked(own / ".lock"):  # what a lost node has left behind may train still
             return train_client(parts, parcel.state, memories(own, self.client, int(head["round"])), head)
 

@@ -184,12 +184,14 @@ def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp
 
 
 @pytest.mark.seconds
-def test_a_federation_whose_name_leads_elsewhere_is_refused_by_a_node(deployed, wire):
+def test_a_federation_whose_name_leads_elsewhere_or_is_another_in_unicode_is_refused_by_a_node(deployed, wire):
     link = wire([deployed.node(client) for client in deployed.clients])
     deployed.serve(link, clients_at_least=3)
     number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
     before = sorted(deployed.folder.rglob("*"))
-    for name in ("..", ".", "", "x" * 300, "../../victim" * 30):
+    for name in ("..", ".", "", "x" * 300, "../../victim" * 30, "\ufb01eld"):
         refused = link.reached[number].answer(Parcel({**sent.head, "federation": name}, sent.state)).head["refused"]
-        assert refused.startswith(f"Expected a plain name of something inside {deployed.folder / 'memories'} but got")
+        assert refused.startswith(
+            "Expected the name of a federation, not `..`, of letters that are printed, in Unicode's"
+        )
     assert sorted(deployed.folder.rglob("*")) == before
