@@ -71,8 +71,11 @@ class Node:
                 why = f"{type(error).__name__}: {why}"
             return Parcel({**head, "refused": reason_of(why)})
 
+    def _own(self, head: Mapping[str, Any]) -> Path:
+        return own_folder(self._folder, file_name_of(head, "federation"), self.client)
+
     def _hello(self, parcel: Parcel) -> Parcel:
-        own = own_folder(self._folder, file_name_of(parcel.head, "federation"), self.client)
+        own = self._own(parcel.head)
         samples = count_samples(self._data, own / "data.json")  # who has none says so now
         names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
         state = entries(build(self._recipe).module) if names else {}
@@ -85,7 +88,7 @@ class Node:
         take_data(parts.stream, read_data(self._data), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
-        own = own_folder(self._folder, file_name_of(head, "federation"), self.client)
+        own = self._own(head)
         with locked(own / ".lock"):  # what a lost node has left behind may train still
             return train_client(parts, parcel.state, memories(own, self.client, int(head["round"])), head)
 

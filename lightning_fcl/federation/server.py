@@ -202,7 +202,8 @@ class FederatedServer:
         if missing:
             raise ValueError(f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.")
         weights = weigh(self.client_weights, parts)
-        sums = self.aggregator.sum_cohort(states, weights) if len(parts) > 1 else {}
+        coding = self.compression is not None  # then other numbers are added up
+        sums = self.aggregator.sum_cohort(states, weights) if len(parts) > 1 and not coding else {}
         taken, odd = self.check(parts, states, sums)
         rows = [row for row, fine in enumerate(taken) if fine]
         if rows:
@@ -214,7 +215,7 @@ class FederatedServer:
             sent = self.aggregator.set_aside(sent, odd)
             coded, each = self.code(clients, sent)
             numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
-            if coded or odd or len(rows) < len(taken):
+            if coding or odd or len(rows) < len(taken):
                 sums = self.aggregator.sum_cohort({**sent, **coded}, weights) if len(clients) > 1 else {}
             self.aggregator.add_all({**sent, **coded}, weights, numbers, sums)
             by_value = [name for name in sent if not self.reductions[name].by_shape]

@@ -21,10 +21,10 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
 from lightning_fcl.local.sequential import client_keys, step_keys
-from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.client import Client, Step, zeros
 from lightning_fcl.methods.compose import Recalled, compose
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, shapes_loss
-from lightning_fcl.methods.functional import Embedding, SampleLoss, states_loss, teacher_of
+from lightning_fcl.methods.functional import Embedding, SampleLoss, states_loss, teacher_of, trainable
 from lightning_fcl.methods.random_layers import without_advancing
 
 
@@ -79,8 +79,8 @@ class StackedClients:
 
     def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
         """So many clients' parameters, as they have received them, and their optimizer: both are used again."""
-        trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
-        values = {name: value for name, value in self._received.items() if name in trainable}
+        learning = trainable(self._module)
+        values = {name: value for name, value in self._received.items() if name in learning}
         params, optimizer = self._made.get(clients, ({}, self._template))
         if {n: p.shape for n, p in params.items()} == {n: v.shape for n, v in values.items()}:
             with torch.no_grad():
@@ -126,7 +126,7 @@ class StackedClients:
                 continue
             rows = self._recalls.draw(method.section)
             like = next((row for row in rows if row), {})
-            full = [row or {name: torch.zeros_like(value) for name, value in like.items()} for row in rows]
+            full = [row or zeros(like) for row in rows]
             recalled.append({name: torch.stack([row[name] for row in full]).to(device) for name in like})
             there.append(torch.tensor([float(bool(row)) for row in rows], device=device))
         of_methods = {"memories": self._memories, "applies": self._applies, "recalled": recalled, "there": there}

@@ -37,6 +37,7 @@ from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.local.trial import RANDOM, copy_of, generators, held, samples_of_two, unlike
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.trial import as_handed
 
@@ -164,7 +165,7 @@ class _Trial:
         return None
 
     def _learning(self) -> dict[str, Tensor]:
-        return {name: self._state[name] for name, p in self._module.named_parameters() if p.requires_grad}
+        return {name: self._state[name] for name in trainable(self._module)}
 
     def _attributes(self) -> dict[str, object]:
         load_entries(self._module, self._state)

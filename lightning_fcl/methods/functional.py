@@ -199,6 +199,4 @@ def as_input(module: nn.Module, x: Tensor) -> Tensor:
 def stepped_by(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that an optimizer's next step moves, by name."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {
-        name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None and id(p) in stepped
-    }
+    return {name: p for name, p in trainable(module).items() if p.grad is not None and id(p) in stepped}

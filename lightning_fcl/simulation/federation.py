@@ -27,6 +27,7 @@ from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
+from lightning_fcl.methods.functional import trainable
 from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream, there
 
@@ -169,7 +170,7 @@ def extra_of(federation: Federation) -> Extra:
 def warn_of_own_entries(federation: Federation) -> None:
     """Say whose model is tested, where each client has entries of its own."""
     rules = reductions_of(federation.module, federation.strategy.rules)
-    own = [name for name, p in federation.module.named_parameters() if p.requires_grad and rules[name].own]
+    own = [name for name in trainable(federation.module) if rules[name].own]
     if own and not federation.shows_client:
         log.warning(
             "This is the server's model, whose %s%s no client has trained: each keeps its own. "

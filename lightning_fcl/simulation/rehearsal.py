@@ -9,6 +9,7 @@ from lightning_fcl.federation.aggregation import State, entries, frozen_paramete
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Deployment
+from lightning_fcl.methods.functional import trainable
 from lightning_fcl.simulation.federation import Federation, extra_of
 
 
@@ -21,7 +22,7 @@ def begin_schedule(federation: Federation) -> None:
     state, reductions = dict(entries(module)), reductions_of(module, federation.strategy.rules)
     for name, (value, reduction) in extra_of(federation).items():
         state[name], reductions[name] = value, resolve(name, reduction)
-    learnt = [name for name, p in module.named_parameters() if p.requires_grad]
+    learnt = [*trainable(module)]
     frozen = frozen_parameters(module, reductions)
     sent = {name: value for name, value in state.items() if name not in frozen}
     sizes = message_bytes(sent, reductions, server.compression, learnt)
