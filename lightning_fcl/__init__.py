@@ -14,13 +14,13 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from lightning_fcl.data.stream import FederatedStream as FederatedStream
-    from lightning_fcl.federation.compression import Quantize as Quantize
-    from lightning_fcl.federation.compression import TopK as TopK
     from lightning_fcl.federation.fedbuff import FedBuff as FedBuff
     from lightning_fcl.federation.schedule import Deadline as Deadline
     from lightning_fcl.federation.speeds import Speeds as Speeds
     from lightning_fcl.federation.swarm import Swarm as Swarm
-    from lightning_fcl.local.counts import client_steps as client_steps
+    from lightning_fcl.federation.wire import Quantize as Quantize
+    from lightning_fcl.federation.wire import TopK as TopK
+    from lightning_fcl.local.local_steps import client_steps as client_steps
     from lightning_fcl.running.fit import FederatedCLI as FederatedCLI
     from lightning_fcl.simulation.federation import client_model as client_model
     from lightning_fcl.simulation.strategy import FederatedStrategy as FederatedStrategy
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_fcl.tasks.classification import HARClassifier as HARClassifier
     from lightning_fcl.tasks.classification import MajorityClassifier as MajorityClassifier
     from lightning_fcl.tasks.classification import RandomClassifier as RandomClassifier
-    from lightning_fcl.tasks.regression import Regressor as Regressor
+    from lightning_fcl.tasks.classification import Regressor as Regressor
     from lightning_fcl.tasks.reservoir import ReservoirClassifier as ReservoirClassifier
     from lightning_fcl.tasks.reservoir import ReservoirRegressor as ReservoirRegressor
     from lightning_fcl.tasks.ridge import RidgeClassifier as RidgeClassifier

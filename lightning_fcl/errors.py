@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import partial
 from numbers import Integral
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from lightning_fcl.door import WITH_AVALANCHE, put_off
 
@@ -144,9 +144,9 @@ def argument(default: Value, check: Callable[..., None], *bounds: object) -> Val
     return value
 
 
-def check_fields(instance: DataclassInstance) -> None:
+def check_fields(instance: object) -> None:
     """Refuse a dataclass's values that are out of the ranges which its fields declare. See `argument`."""
-    for one in fields(instance):
+    for one in fields(cast("DataclassInstance", instance)):
         value = getattr(instance, one.name, None)
         if value is None and one.default is None:
             continue

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_fcl.data.datasets import miniimagenet, tinyimagenet
+from lightning_fcl.data.datasets import photographs
 from lightning_fcl.deployment.flower import _own
 from lightning_fcl.deployment.node import own_folder
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.evaluation import figures
 from lightning_fcl.evaluation.figures import write_figures
-from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.files import inside
 from lightning_fcl.evaluation.results import is_whole
 from lightning_fcl.federation.client_store import ClientStore
 
@@ -155,13 +155,13 @@ def test_no_list_of_a_data_set_names_an_image_elsewhere(folder, tmp_path):
         if name and name == name.strip() and name.isprintable():
             (folder / "wnids.txt").write_text(name)
             with pytest.raises(ValueError, match=REFUSED):
-                tinyimagenet.load(folder)
+                photographs.load_tinyimagenet(folder)
             (folder / "train.csv").write_text(f"filename,label\n{name},n01532829\n")
             with pytest.raises(
                 ValueError, match=r"^Expected .*train.csv to begin with .filename,label., and to have lines as"
             ):
-                miniimagenet.load(folder)
+                photographs.load_miniimagenet(folder)
     (folder / "images" / "a.jpg").symlink_to(tmp_path / "x.png")
     (folder / "train.csv").write_text("filename,label\na.jpg,n01532829\n")
     with pytest.raises(ValueError, match=REFUSED):
-        miniimagenet.load(folder)
+        photographs.load_miniimagenet(folder)

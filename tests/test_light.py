@@ -63,7 +63,7 @@ def missing(call):
 import lightning_fcl.models
 from lightning_fcl.data import datasets
 missing(lambda: lightning_fcl.models.ViT(10))
-missing(lambda: datasets.load("digits"))
+missing(lambda: datasets.load_dataset("digits"))
 missing(lambda: FederatedStream.from_arrays(x, y).setup("fit"))
 print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(OTHERS) - {"lightning_fcl"})))
 """

@@ -20,7 +20,7 @@ from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
 from lightning_fcl.federation.ranks import ALONE, share_by_client
-from lightning_fcl.federation.record import RoundRecord
+from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overriding
 from lightning_fcl.methods.driver import MethodDriver

@@ -27,7 +27,7 @@ from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import above, argument, at_least, check_fields, one_of, require
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.hub.reading import reading
+from lightning_fcl.hub.documents import reading
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.quantization import freeze

@@ -1,8 +1,9 @@
-"""`lightning-fcl fit`: names of recipes and runs, and what is said at the end; the rest is Lightning's."""
+"""Commands for a recipe and its run: train, test, check without training, and copy as one file of yours."""
 
 from __future__ import annotations
 
 import inspect
+import io
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,11 +11,17 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+
+from lightning_fcl.cli.main import Command
 from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import did_you_mean
+from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.hub.checkpoint import checkpoint_of_run
-from lightning_fcl.running.rows import find_recipes, read_recipe_file
+from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.running.rows import Row, find_recipe, find_recipes, read_recipe_file
 
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
   lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20
@@ -30,32 +37,41 @@ _HELPED = [
 ]
 
 
-def arguments(parser: ArgumentParser) -> None:
-    parser.description, parser.epilog = "Train what a recipe says.", MORE
-    parser.allow_abbrev = False  # `--model` is none of `--model.pretrained`
-    parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="CLASS", help="this, or what a class does")
-    add = parser.add_argument
-    add("recipes", nargs="*", metavar="RECIPE", help="a name of `lightning-fcl ls recipes`, a file, or a run's folder")
-    add("--config", action="append", default=[], metavar="RECIPE", help="the same")
-    add("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
-    add("--seed_everything", type=int, metavar="SEED", help="seed of everything (default: 0)")
-    add("--ckpt_path", default="", metavar="FILE", help="checkpoint to continue from")
-    add("--model.pretrained", dest="pretrained", metavar="NAME", help="network of the zoo in place of the recipe's")
+class Fit(Command):
+    """Train what a recipe says."""
 
+    passes_on = True
 
-def run(options: Namespace) -> None:
-    recipes, words = words_of(options)
-    if len(recipes) == 1 and Path(recipes[0]).is_dir():
-        words = [*words_of_run(Path(recipes[0]), options.ckpt_path), *words]
-        print(f"goes on from {words[1]}")
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.epilog = MORE
+        parser.allow_abbrev = False  # `--model` is none of `--model.pretrained`
+        parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="CLASS", help="this, or what a class does")
+        add = parser.add_argument
+        add(
+            "recipes",
+            nargs="*",
+            metavar="RECIPE",
+            help="a name of `lightning-fcl ls recipes`, a file, or a run's folder",
+        )
+        add("--config", action="append", default=[], metavar="RECIPE", help="the same")
+        add("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
+        add("--seed_everything", type=int, metavar="SEED", help="seed of everything (default: 0)")
+        add("--ckpt_path", default="", metavar="FILE", help="checkpoint to continue from")
+        add("--model.pretrained", dest="pretrained", metavar="NAME", help="network of the zoo in place of the recipe's")
+
+    def run(self, options: Namespace) -> None:
+        recipes, words = words_of(options)
+        if len(recipes) == 1 and Path(recipes[0]).is_dir():
+            words = [*words_of_run(Path(recipes[0]), options.ckpt_path), *words]
+            print(f"goes on from {words[1]}")
+            _fit(words)
+            return
+        words = [*find_recipes(recipes).command_words, *words]
+        if options.pretrained:
+            words = _with_published(words)
+        if not options.ckpt_path and not {"--print_config", "--help"} & {*words}:
+            words += ["--out", str(_free_folder([*recipes, *options.config], options.out))]
         _fit(words)
-        return
-    words = [*find_recipes(recipes).command_words, *words]
-    if options.pretrained:
-        words = _with_published(words)
-    if not options.ckpt_path and not {"--print_config", "--help"} & {*words}:
-        words += ["--out", str(_free_folder([*recipes, *options.config], options.out))]
-    _fit(words)
 
 
 def words_of(options: Namespace) -> tuple[list[str], list[str]]:
@@ -146,3 +162,117 @@ def _with_published(words: Sequence[str]) -> list[str]:
             "model.model.pretrained": "true",
         }
     return [*others, *(word for key, value in network.items() for word in (f"--{key}", value))]
+
+
+class Test(Command):
+    """Test a run's newest checkpoint, or another."""
+
+    passes_on = True
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.allow_abbrev = False
+        add = parser.add_argument
+        add("run", nargs="*", metavar="RUN", help="a run's folder: its newest checkpoint counts")
+        add("--config", action="append", default=[], metavar="RECIPE", help="the recipe of a checkpoint")
+        add("--ckpt_path", default="", metavar="FILE", help="checkpoint to test")
+
+    def run(self, options: Namespace) -> None:
+        runs, words = words_of(options)
+        if len(runs) == 1 and not options.config:
+            words = [*words_of_run(Path(runs[0]), options.ckpt_path), *words]
+            print(f"tests {words[1]}")
+        elif options.ckpt_path or "--help" in words:
+            words = [*find_recipes(runs).command_words, *words]
+        else:
+            raise ValueError(
+                "Expected a checkpoint to test but got none. Name a run's folder, as in lightning-fcl test runs/fit."
+            )
+        with many_imports():
+            from lightning_fcl.running.fit import run as test
+        test(["test", *words])
+
+
+class Validate(Command):
+    """Check a recipe, its data and its shapes, without training."""
+
+    passes_on = True
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.epilog = "Every argument that `fit` takes can follow."
+        parser.add_argument(
+            "recipes", nargs="+", metavar="RECIPE", help="names of `lightning-fcl ls recipes`, or YAML files"
+        )
+
+    def run(self, options: Namespace) -> None:
+        from lightning_fcl.running.parts import describe_recipe
+        from lightning_fcl.running.rows import find_recipes
+
+        recipe = find_recipes(options.recipes)
+        print(describe_recipe(recipe.configs, [*recipe.fit_words, *options.more]))
+
+
+class Cp(Command):
+    """Write a recipe into one flat file, comments kept."""
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("recipe", metavar="RECIPE", help="a name of `lightning-fcl ls recipes`, or a YAML file")
+        parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the file to write")
+        parser.add_argument("--force", action="store_true", help="write over a file that is there")
+
+    def run(self, options: Namespace) -> None:
+        if options.file.exists() and not options.force:
+            raise ValueError(f"Expected a new file but {options.file} is there. Name another, or say --force.")
+        write_whole(options.file, flat(find_recipe(options.recipe)))
+        print(f"{options.file}: train it with lightning-fcl fit {options.file}")
+
+
+def flat(recipe: Row) -> str:
+    """A recipe as one file that stands for the same but for its folder, with the comments of all its files."""
+    yaml = YAML()
+    yaml.width = 120
+    yaml.preserve_quotes = True  # a key `on` would be read as true without
+    heads, whole = [], CommentedMap()
+    for path in recipe.configs:
+        read_yaml(path)  # bounded, and understood
+        text = path.read_text(encoding="utf-8")
+        head = [line for line in text.split("\n") if line.startswith("#")]
+        heads += [line for line in head if line not in heads]
+        body = yaml.load("\n".join(line for line in text.split("\n") if not line.startswith("#")))
+        _merge(whole, body)
+    for name, value in zip(recipe.fit_words[::2], recipe.fit_words[1::2], strict=True):
+        parsed = YAML(typ="safe").load(value)
+        plain = isinstance(parsed, dict | list) and value[0] not in "{["  # text with a colon in it
+        first, *inner = name.removeprefix("--").split(".")
+        more = value if plain else parsed
+        for key in reversed(inner):
+            more = CommentedMap({key: more})
+        _merge(whole, CommentedMap({first: more}))
+    whole.pop("out", None)  # a file's results go to a folder of its own name
+    out = io.StringIO()
+    yaml.dump(whole, out)
+    return "\n".join([*heads, out.getvalue()])
+
+
+def _merge(whole: CommentedMap, more: CommentedMap) -> None:
+    """Put a recipe over another, as the command line does, its comments too."""
+    for key, value in more.items():
+        name = key.removesuffix("+")
+        here = whole.get(name)
+        if key != name and isinstance(here, list):
+            here.extend(value if isinstance(value, list) else [value])
+        elif isinstance(value, CommentedMap) and isinstance(here, list):
+            _merge(here[-1], value)  # as the command line means it
+        elif isinstance(value, CommentedMap) and isinstance(here, str) and "init_args" in value:
+            whole[name] = CommentedMap({"class_path": here})
+            _merge(whole[name], value)
+        elif (
+            isinstance(value, CommentedMap)
+            and isinstance(here, CommentedMap)
+            and not ("class_path" in value and value["class_path"] != here.get("class_path"))
+        ):
+            here.fa.set_block_style()  # a comment on a line of its own breaks the lines of a flow
+            _merge(here, value)
+        else:
+            whole[name] = value
+        if key in more.ca.items:
+            whole.ca.items[name] = more.ca.items[key]

@@ -11,37 +11,64 @@ import signal
 import sys
 import tempfile
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
+from typing import ClassVar
 
 from lightning_fcl import __version__
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.files import own_temporary_folder
 from lightning_fcl.running.stop import Stopped, end, stop
 
-# A command's module, which has `arguments(parser)` and `run(options)` and is imported when asked for; and what it does.
+
+class Command(ABC):
+    """A command; the first line of its docstring is what its help says of it.
+
+    Attributes:
+        passes_on: Whether what it does not know is for Lightning, or for Flower; otherwise that is refused.
+    """
+
+    passes_on: ClassVar[bool] = False
+
+    @abstractmethod
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Tell a parser what the command takes."""
+
+    @abstractmethod
+    def run(self, options: argparse.Namespace) -> None:
+        """Do it. ``options.words`` is the whole command line, ``options.more`` what the parser does not know."""
+
+
+# The class of a command, whose module is imported when it is asked for, and what it does.
 COMMANDS = {
-    "ls": ("ls", "list recipes, methods, models, data sets, scenarios, or the zoo"),
-    "cp": ("cp", "a recipe as one file of yours: lightning-fcl cp flwf/flwf-2t-ft my.yaml"),
-    "validate": ("validate", "check a recipe, its data and its shapes, without training"),
-    "fit": ("fit", "train what a recipe says:    lightning-fcl fit quickstart"),
-    "test": ("test", "test a run's model:          lightning-fcl test runs/quickstart"),
-    "report": ("report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
-    "reproduce": ("reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
-    "leaderboard": ("leaderboard", "methods under the same protocols: lightning-fcl leaderboard --protocols P4"),
-    "tune": ("tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
-    "device-report": ("device", "what a microcontroller would need to run a recipe, without training"),
-    "export": ("export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
-    "deploy": ("deploy", "a recipe on real machines, over Flower: lightning-fcl deploy flower quickstart --out app"),
-    "conformance": ("conformance", "whether an implementation of a method does what its paper states"),
-    "zoo": ("zoo", "published networks: list, verify, predict with, or publish"),
-    "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
-    "data": ("data", "list, check or fetch data sets, or show who sees what when: lightning-fcl data show quickstart"),
-    "completion": ("completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
+    "ls": ("show.Ls", "list recipes, methods, models, data sets, scenarios, or the zoo"),
+    "cp": ("fit.Cp", "a recipe as one file of yours: lightning-fcl cp flwf/flwf-2t-ft my.yaml"),
+    "validate": ("fit.Validate", "check a recipe, its data and its shapes, without training"),
+    "fit": ("fit.Fit", "train what a recipe says:    lightning-fcl fit quickstart"),
+    "test": ("fit.Test", "test a run's model:          lightning-fcl test runs/quickstart"),
+    "report": ("tables.Report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
+    "reproduce": ("tables.Reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
+    "leaderboard": ("tables.Leaderboard", "methods under the same protocols: lightning-fcl leaderboard --protocols P4"),
+    "tune": ("tune.Tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
+    "device-report": ("devices.DeviceReport", "what a microcontroller would need to run a recipe, without training"),
+    "export": ("devices.Export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
+    "deploy": (
+        "devices.Deploy",
+        "a recipe on real machines, over Flower: lightning-fcl deploy flower quickstart --out app",
+    ),
+    "conformance": ("show.Conformance", "whether an implementation of a method does what its paper states"),
+    "zoo": ("zoo.Zoo", "published networks: list, verify, predict with, or publish"),
+    "demo": ("tables.Demo", "the quickstart, compared with plain fine-tuning"),
+    "data": (
+        "show.Data",
+        "list, check or fetch data sets, or show who sees what when: lightning-fcl data show quickstart",
+    ),
+    "completion": ("show.Completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
 }
-PASSING_ON = ("fit", "test", "validate", "deploy", "data")  # what they do not know is for Lightning, or for Flower
 _FORESEEN = (ValueError, OSError, ModuleNotFoundError)
 EPILOG = """
 `lightning-fcl COMMAND --help` tells more.
@@ -82,13 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 # Only the first of a federation's processes says what the command says; launchers number as PyTorch's.
                 if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
                     others.enter_context(redirect_stdout(others.enter_context(open(os.devnull, "w"))))
-                module = import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}")
-                module.arguments(own)
+                asked = command_of(COMMANDS[command][0])
+                own.description = getdoc(asked)
+                asked.arguments(own)
                 options, more = own.parse_known_args(words[1:], argparse.Namespace(words=words[1:]))
-                if more and command not in PASSING_ON:
+                if more and not asked.passes_on:
                     own.error(f"unrecognized arguments: {' '.join(more)}")
                 options.more = more
-                module.run(options)
+                asked.run(options)
             sys.stdout.flush()
         except Stopped as stopped:
             parser.exit(128 + stopped.number, f"lightning-fcl: {stopped.message}\n")
@@ -108,6 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # Without jsonargparse's account of all the types that an argument might have had.
             reasons = re.findall("Expected `.*", message) if "Union subtypes" in message else []
             parser.exit(2, f"lightning-fcl: error: {[*reasons, message][0]}\n{where}\n")
+
+
+def command_of(place: str) -> Command:
+    """The command of a class, as in ``show.Ls``."""
+    module, _, name = place.partition(".")
+    command: Command = getattr(import_module(f"lightning_fcl.cli.{module}"), name)()
+    return command
 
 
 def _kept(error: Exception, words: Sequence[str]) -> str:

@@ -21,8 +21,7 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lightning_fcl.errors import at_least, did_you_mean, one_of
-from lightning_fcl.hub.documents import parse, read_yaml
-from lightning_fcl.hub.reading import reading
+from lightning_fcl.hub.documents import parse, read_yaml, reading
 from lightning_fcl.running.rows import config_words, paper_rows
 
 

@@ -30,6 +30,7 @@ from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
 from lightning_fcl.cli.jobs import FAILURE, Job, at_least_one, finished, run_job, saying_how_to_go_on, side_by_side
+from lightning_fcl.cli.main import Command
 from lightning_fcl.cli.search import Search, trial_recipe, try_settings
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.files import write_whole
@@ -60,53 +61,59 @@ A search that was cut off continues. Its results: best.yaml, trials.csv, trials.
 """
 
 
-def arguments(parser: ArgumentParser) -> None:
-    parser.description, parser.epilog = "Search for the settings of a recipe.", MORE
-    add = parser.add_argument
-    add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
-    add("--case", help="which of the search file's cases, if it has some")
-    add("--row", help="search for a row of the rows.yaml beside the file: its recipe comes before the configs")
-    add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH, with case and row behind)")
-    add("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
-    add("--among", type=Path, metavar="TRIALS.csv", help="try the best settings of another search, not new ones")
-    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
-    add("--restart", action="store_true", help="delete the trials that are there and begin anew")
+class Tune(Command):
+    """Search for the settings of a recipe."""
 
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.epilog = MORE
+        add = parser.add_argument
+        add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
+        add("--case", help="which of the search file's cases, if it has some")
+        add("--row", help="search for a row of the rows.yaml beside the file: its recipe comes before the configs")
+        add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH, with case and row behind)")
+        add("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
+        add("--among", type=Path, metavar="TRIALS.csv", help="try the best settings of another search, not new ones")
+        add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+        add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
+        add("--restart", action="store_true", help="delete the trials that are there and begin anew")
 
-def run(options: Namespace) -> None:
-    at_least_one(trials=options.trials, workers=options.workers)
-    search = Search.read(options.file, options.trials, options.case, options.row)
-    search = search if options.among is None else search.with_trials_of(options.among)
-    grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
-    names = [slug(name) for name in (search.case, options.row) if name is not None]
-    out = options.out or Path("runs") / "-".join(["tune", options.file.stem, *names])
-    callbacks = try_settings(search)
-    out.mkdir(parents=True, exist_ok=True)
-    for folder in out.glob("trial-[0-9]*") if options.restart else ():
-        shutil.rmtree(folder)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study, failures = optuna.create_study(direction=search.direction), dict[int, str]()
-    number = len(grid) or search.trials or 0
-    size = _BATCH if search.sampler == "tpe" else number
+    def run(self, options: Namespace) -> None:
+        at_least_one(trials=options.trials, workers=options.workers)
+        search = Search.read(options.file, options.trials, options.case, options.row)
+        search = search if options.among is None else search.with_trials_of(options.among)
+        grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
+        names = [slug(name) for name in (search.case, options.row) if name is not None]
+        out = options.out or Path("runs") / "-".join(["tune", options.file.stem, *names])
+        callbacks = try_settings(search)
+        out.mkdir(parents=True, exist_ok=True)
+        for folder in out.glob("trial-[0-9]*") if options.restart else ():
+            shutil.rmtree(folder)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study, failures = optuna.create_study(direction=search.direction), dict[int, str]()
+        number = len(grid) or search.trials or 0
+        size = _BATCH if search.sampler == "tpe" else number
 
-    def so_far() -> str:
-        return f"{len(_trials(study, *STATES))} of {number} trials are done; the same command goes on with the others."
+        def so_far() -> str:
+            return (
+                f"{len(_trials(study, *STATES))} of {number} trials are done; the same command goes on with the others."
+            )
 
-    with saying_how_to_go_on(so_far), tqdm(total=number, unit="trial") as bar:
-        for start in range(0, number, size):
-            jobs: dict[int, list[Job]] = {}
-            for index in range(start, min(start + size, number)):
-                trial = propose(study, search, options.seed, index, grid)
-                jobs[index] = trial_jobs(search, index, trial_recipe(search.settings(trial.params), callbacks), out)
-            for index, problem in outcomes(jobs, options.workers):
-                settle(study, search, index, jobs[index], problem, failures)
-                best = study.best_trial if _trials(study, TrialState.COMPLETE) else None
-                bar.set_postfix_str(f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet")
-                bar.update()
-    chosen = {"--row": options.row, "--case": search.case, "--among": options.among}
-    named = [str(word) for option, value in chosen.items() if value is not None for word in (option, value)]
-    write_trials(study, search, failures, shlex.join([str(options.file), *named]), out)
+        with saying_how_to_go_on(so_far), tqdm(total=number, unit="trial") as bar:
+            for start in range(0, number, size):
+                jobs: dict[int, list[Job]] = {}
+                for index in range(start, min(start + size, number)):
+                    trial = propose(study, search, options.seed, index, grid)
+                    jobs[index] = trial_jobs(search, index, trial_recipe(search.settings(trial.params), callbacks), out)
+                for index, problem in outcomes(jobs, options.workers):
+                    settle(study, search, index, jobs[index], problem, failures)
+                    best = study.best_trial if _trials(study, TrialState.COMPLETE) else None
+                    bar.set_postfix_str(
+                        f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
+                    )
+                    bar.update()
+        chosen = {"--row": options.row, "--case": search.case, "--among": options.among}
+        named = [str(word) for option, value in chosen.items() if value is not None for word in (option, value)]
+        write_trials(study, search, failures, shlex.join([str(options.file), *named]), out)
 
 
 def propose(
@@ -128,13 +135,16 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     """The runs of a trial, where its folder has none of another search's."""
     folder = out / f"trial-{number:04}"
     folder.mkdir(exist_ok=True)
-    file = write_whole(folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False))
+    file, content = folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False)
+    before = file.read_text(encoding="utf-8") if file.exists() else content
+    write_whole(file, content)
     extra = (*search.words, "--recipe.measure_on", search.measure_on, "--trainer.enable_progress_bar", "false")
     jobs = [
         Job(f"trial {number}, seed {seed}", (*search.recipes, file), seed, folder / f"seed-{seed}", extra)
         for seed in range(search.first_seed, search.first_seed + search.seeds)
     ]
     if any(job.is_displaced for job in jobs):
+        write_whole(file, before)
         raise ValueError(
             f"Expected the search of which {out} has trials but the search file, a recipe of it, the seed or the "
             "version is another. Take back the change, choose another --out, or begin anew with --restart, which "

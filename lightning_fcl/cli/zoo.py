@@ -7,45 +7,48 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-
-def arguments(parser: ArgumentParser) -> None:
-    parser.description = "Published networks: those of the package, and of LIGHTNING_FCL_ZOO, a folder or URL."
-    kinds = parser.add_subparsers(required=True, metavar="ls | info | fetch | verify | predict | push")
-    ls = kinds.add_parser("ls", help="list them")
-    ls.add_argument("pattern", nargs="?", default="*", help='such as "*har*"')
-    ls.set_defaults(do=_ls)
-    info = kinds.add_parser("info", help="print a card")
-    info.add_argument("name", metavar="NAME")
-    info.set_defaults(do=_info)
-    fetch = kinds.add_parser("fetch", help="bring files here, verified")
-    fetch.add_argument("names", nargs="*", metavar="NAME")
-    fetch.add_argument("--all", action="store_true", help="all of them")
-    fetch.add_argument("--to", type=Path, help="copy them to this folder, with a registry")
-    fetch.set_defaults(do=_fetch)
-    verify = kinds.add_parser("verify", help="compare networks with their cards")
-    verify.add_argument("names", nargs="*", metavar="NAME", help="(default: all)")
-    verify.set_defaults(do=_verify)
-    predict = kinds.add_parser("predict", help="the classes of what a CSV file holds")
-    predict.add_argument("name", metavar="NAME")
-    predict.add_argument("file", type=Path, metavar="FILE.csv", help="a sample after the other, a channel a column")
-    predict.add_argument("--rate", type=float, help="time steps per second of the file, to compare")
-    predict.add_argument("--json", action="store_true", help="all probabilities, a line each sample")
-    predict.set_defaults(do=_predict)
-    push = kinds.add_parser("push", help="publish what a run has trained")
-    push.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
-    push.add_argument("--name", required=True, help="such as har_cnn.mydata.flwf")
-    push.add_argument("--to", required=True, help="folder of a registry, or hf:ORGANISATION/REPOSITORY; it is made")
-    push.add_argument("--about", default="", help="what it is, in a sentence")
-    push.add_argument("--weights-licence", default="", help="terms of the weights")
-    push.add_argument("--data-licence", default="", help="terms of the data")
-    push.add_argument("--limit", action="append", default=[], help="what it does not do; more than one may be told")
-    push.add_argument("--features", action="store_true", help="name no classes: it makes features")
-    push.add_argument("--numbers", action="store_true", help="number the classes in place of naming them")
-    push.set_defaults(do=_push)
+from lightning_fcl.cli.main import Command
 
 
-def run(options: Namespace) -> None:
-    options.do(options)
+class Zoo(Command):
+    """Published networks: those of the package, and of LIGHTNING_FCL_ZOO, a folder or URL."""
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        kinds = parser.add_subparsers(required=True, metavar="ls | info | fetch | verify | predict | push")
+        ls = kinds.add_parser("ls", help="list them")
+        ls.add_argument("pattern", nargs="?", default="*", help='such as "*har*"')
+        ls.set_defaults(do=_ls)
+        info = kinds.add_parser("info", help="print a card")
+        info.add_argument("name", metavar="NAME")
+        info.set_defaults(do=_info)
+        fetch = kinds.add_parser("fetch", help="bring files here, verified")
+        fetch.add_argument("names", nargs="*", metavar="NAME")
+        fetch.add_argument("--all", action="store_true", help="all of them")
+        fetch.add_argument("--to", type=Path, help="copy them to this folder, with a registry")
+        fetch.set_defaults(do=_fetch)
+        verify = kinds.add_parser("verify", help="compare networks with their cards")
+        verify.add_argument("names", nargs="*", metavar="NAME", help="(default: all)")
+        verify.set_defaults(do=_verify)
+        predict = kinds.add_parser("predict", help="the classes of what a CSV file holds")
+        predict.add_argument("name", metavar="NAME")
+        predict.add_argument("file", type=Path, metavar="FILE.csv", help="a sample after the other, a channel a column")
+        predict.add_argument("--rate", type=float, help="time steps per second of the file, to compare")
+        predict.add_argument("--json", action="store_true", help="all probabilities, a line each sample")
+        predict.set_defaults(do=_predict)
+        push = kinds.add_parser("push", help="publish what a run has trained")
+        push.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
+        push.add_argument("--name", required=True, help="such as har_cnn.mydata.flwf")
+        push.add_argument("--to", required=True, help="folder of a registry, or hf:ORGANISATION/REPOSITORY; it is made")
+        push.add_argument("--about", default="", help="what it is, in a sentence")
+        push.add_argument("--weights-licence", default="", help="terms of the weights")
+        push.add_argument("--data-licence", default="", help="terms of the data")
+        push.add_argument("--limit", action="append", default=[], help="what it does not do; more than one may be told")
+        push.add_argument("--features", action="store_true", help="name no classes: it makes features")
+        push.add_argument("--numbers", action="store_true", help="number the classes in place of naming them")
+        push.set_defaults(do=_push)
+
+    def run(self, options: Namespace) -> None:
+        options.do(options)
 
 
 def _ls(options: Namespace) -> None:

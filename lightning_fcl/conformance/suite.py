@@ -12,7 +12,7 @@ import lightning.pytorch as L
 
 import lightning_fcl
 from lightning_fcl import methods
-from lightning_fcl.conformance import averaging, every_method, forgetting, ridge  # noqa: F401  they state
+from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  they state
 from lightning_fcl.conformance.trial import STATEMENTS, Kind, NotTriedError, Statement
 from lightning_fcl.door import summaries
 from lightning_fcl.errors import did_you_mean

@@ -1,4 +1,4 @@
-"""A user's own data as the samples of a stream: arrays, data sets, data modules, and those of each client."""
+"""A user's own data as the samples of a stream: arrays, data sets, data modules, a benchmark of Avalanche's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from lightning_fcl.data.batches import Collate
 from lightning_fcl.data.data_module import Parts, agreed, are_several, refuse_shared, take_apart
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.samples import PublicData, Samples, name_of, of_public
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, named
 from lightning_fcl.data.targets import as_array, number_labels, number_targets, place_of_target, targets_of
 from lightning_fcl.errors import refuse_other_lightning
+
+if TYPE_CHECKING:
+    from avalanche.benchmarks import CLScenario
+    from avalanche.benchmarks.utils import AvalancheDataset
 
 
 class MapStyle(Protocol):
@@ -220,3 +225,61 @@ def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
             "samples, or train on some."
         )
     return samples
+
+
+Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
+
+
+class _Pairs(Dataset[tuple[Any, Any]]):
+    """The samples and labels of a data set, without Avalanche's task labels."""
+
+    def __init__(self, data: AvalancheDataset) -> None:
+        self.data = data
+        self.targets = [int(label) for label in data.targets]
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.data[index][0], self.targets[index]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def of_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple[Samples, Scenario]:
+    """The samples of a benchmark, their ``group`` the experience, and the scenario that brings them in its order.
+
+    The scenario is class-incremental, with the classes of each experience, where no class comes in two.
+    """
+    if isinstance(benchmark, Sequence):
+        train, test = [_Pairs(data) for data in benchmark], []
+    else:
+        train, test = (
+            [_Pairs(experience.dataset) for experience in stream]
+            for stream in (benchmark.train_stream, benchmark.test_stream)
+        )
+    if not train:
+        raise ValueError("Expected at least one experience but got none.")
+    group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
+    samples = of_anything(ConcatDataset([*train, *test]), group=group)
+    if test:
+        learnt = sum(map(len, train))
+        samples = all_seen(replace(samples, test=np.arange(len(samples)) >= learnt), np.arange(len(samples)) < learnt)
+    ends = np.cumsum([len(data) for data in train])
+    classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
+    order = [label for labels in classes for label in labels]
+    alone = len({*order}) == len(order)
+    default: Scenario = ClassIncremental() if alone else DomainIncremental()
+    scenario = default if scenario is None else named("scenario", scenario, Scenario.__subclasses__())
+    if isinstance(scenario, ClassIncremental) and alone:
+        scenario = replace(scenario, experiences=[len(labels) for labels in classes], class_order=order)
+    return samples, scenario
+
+
+def refuse_dealt(scenario: Scenario, **given: object) -> None:
+    """Refuse the ``partition``, ``client`` or ``split`` that a scenario has no use for."""
+    for argument, value in given.items():
+        dealt, what = (scenario.own_split, "tests") if argument == "split" else (scenario.own_clients, "clients")
+        if dealt and value is not None:
+            raise ValueError(
+                f"Expected no `{argument}` for `{scenario}`, which draws the samples of {what} itself, but got "
+                f"{value}. Leave it out."
+            )

@@ -23,6 +23,9 @@ _ATTEMPTS = 1000
 class Partition(ABC):
     """How samples go to clients. A partition of your own is a subclass with a `divide`."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @abstractmethod
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """The sorted positions in ``y`` of each client's samples, no position twice, clients being "0", "1" and so on.
@@ -77,9 +80,6 @@ class IID(Partition):
 
     clients: int = 10
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
         return _named([np.array_split(rng.permutation(len(y)), self.clients)])
@@ -110,9 +110,6 @@ class Dirichlet(Partition):
     clients: int = 10
     alpha: float = argument(0.5, between, 1e-9, 1e6)
     min_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
@@ -156,9 +153,6 @@ class Shards(Partition):
     clients: int = 10
     shards_per_client: int = 2
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         between(1, len(y), clients=self.clients)
         between(1, len(y) // self.clients, shards_per_client=self.shards_per_client)
@@ -195,7 +189,7 @@ class ClassSubsets(Partition):
     fraction: float | Sequence[float] = 1.0
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         low, high = _range(self.fraction)
         share(fraction=low)
         between(low, 1, fraction=high)

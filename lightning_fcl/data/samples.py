@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 
 from lightning_fcl.data.batches import Collate, Loading
-from lightning_fcl.data.datasets import Arrays, load
+from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.data.datasets.arrays import Measurement
 from lightning_fcl.data.scenarios import IntArray
 
@@ -141,7 +141,7 @@ def of_public(data: str | PublicData | Arrays) -> Samples:
     name, scale = "the data", None
     if not isinstance(data, Arrays):
         wanted = PublicData(data) if isinstance(data, str) else data
-        data, name = load(wanted.name, wanted.root, **wanted.options), wanted.name
+        data, name = load_dataset(wanted.name, wanted.root, **wanted.options), wanted.name
     if data.mean is not None and data.std is not None:
         scale = (torch.from_numpy(data.mean), torch.from_numpy(data.std))
     x = torch.from_numpy(np.ascontiguousarray(data.x))

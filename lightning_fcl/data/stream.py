@@ -14,13 +14,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
+from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, order_keys, plan_batches, read
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
-from lightning_fcl.data.experiences import Benchmark, experiences_of, refuse_dealt, scenario_of
 from lightning_fcl.data.features import as_pixels, embedded
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
-from lightning_fcl.data.own import Data, names_clients, of_anything, samples_of
+from lightning_fcl.data.own import Benchmark, Data, names_clients, of_anything, of_benchmark, refuse_dealt, samples_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Samples, name_of, normalised, rows_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, named
@@ -167,10 +165,10 @@ class FederatedStream(L.LightningDataModule):
                 domain; or one of these with other arguments than the experiences.
             kwargs: Arguments of `FederatedStream`.
         """
-        samples, order = experiences_of(benchmark)
+        samples, scenario = of_benchmark(benchmark, scenario)
         if samples.test is not None:
             kwargs.setdefault("split", Split(test="official"))
-        return cls(samples, scenario_of(order, scenario), **kwargs)
+        return cls(samples, scenario, **kwargs)
 
     def __str__(self) -> str:
         return f"{type(self).__name__} of {name_of(self.data)}, scenario {self.scenario}"

@@ -23,8 +23,8 @@ from lightning_fcl.deployment.messages import (
     refusing,
 )
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.faults import change_of, times_moved
 from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.federation.robust import change_of, times_moved
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.link import GridLink
-from lightning_fcl.deployment.messages import BYTES, FOR, Parcel, RefusedError, opened, record_of
+from lightning_fcl.deployment.messages import BYTES, FOR, GridLink, Parcel, RefusedError, opened, record_of
 from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.outline import build, fingerprint, read_recipe
 from lightning_fcl.deployment.own_data import split_file
-from lightning_fcl.deployment.recipe import build, fingerprint, read_recipe
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.declaration import Declaration
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
+
 
 RECIPE = "recipe.yaml"
 """The recipe beside an app's files."""
@@ -123,7 +123,7 @@ def server_app(folder: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        from lightning_fcl.deployment.resident import follow_parent
+        from lightning_fcl.deployment.node import follow_parent
         from lightning_fcl.deployment.server import Terms, serve
 
         follow_parent()

@@ -15,7 +15,7 @@ from lightning_fcl.deployment.messages import Parcel
 if TYPE_CHECKING:
     from flwr.app import RecordDict
 
-    from lightning_fcl.deployment.link import GridLink
+    from lightning_fcl.deployment.messages import GridLink
 
 log = logging.getLogger(__name__)
 

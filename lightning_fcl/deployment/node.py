@@ -1,11 +1,23 @@
-"""A node: one client's training, on its own data, with what it remembers on its own disk."""
+"""A node: one client's training, on its own data, with what it remembers on its own disk.
+
+Flower starts a client process anew for every message, which then imports torch and Lightning anew. `stay` runs Flower's
+own ``flower-superexec``, whose arguments it takes, and lets it fork where that would start a process.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Mapping
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +30,7 @@ from lightning_fcl import __version__
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.answers import BOUND, file_name_of
 from lightning_fcl.deployment.messages import (
+    FOR,
     MODEL,
     SERVER,
     Parcel,
@@ -28,12 +41,10 @@ from lightning_fcl.deployment.messages import (
     digest,
     reason_of,
 )
-from lightning_fcl.deployment.outline import Outline
+from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint
 from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
-from lightning_fcl.deployment.recipe import NodeParts, build, fingerprint
-from lightning_fcl.errors import quoted
-from lightning_fcl.evaluation.files import cache_folder, locked, write_whole
-from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.errors import quoted, require
+from lightning_fcl.evaluation.files import cache_folder, inside, locked, write_whole
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.server import FederatedServer
@@ -199,3 +210,60 @@ def memories(folder: Path, client: str, round: int) -> Path:
         before[client] = now[client]
         write_whole(note, json.dumps({"round": round}))
     return folder / "now"
+
+
+def warm() -> None:
+    """Import what a client needs."""
+    for name in ("flwr.app", "flwr.clientapp", "lightning_fcl.deployment.flower"):
+        import_module(name)
+
+
+def stay(words: Sequence[str]) -> None:
+    """Run ``flower-superexec`` with these arguments, until it is told to stop."""
+    warm()
+    os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
+    executor: Any = require("flwr.supercore.superexec.executor.subprocess_executor", *FOR)
+    require("flwr.supernode.cli.flwr_clientapp", *FOR)
+    executor.subprocess = _Forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who are done
+    sys.argv = ["flower-superexec", *words]
+    require("flwr.supercore.cli.flower_superexec", *FOR).flower_superexec()
+
+
+class _Forks:
+    """Stands in for `subprocess` where Flower starts a client."""
+
+    DEVNULL = subprocess.DEVNULL
+
+    @staticmethod
+    def Popen(words: Sequence[str], **options: Any) -> object:  # noqa: N802  # Flower calls it so
+        """Fork for a client; anything else is a process as ever."""
+        if os.path.basename(words[0]) != "flwr-clientapp":
+            return subprocess.Popen(words, **options)
+        if child := os.fork():
+            return child
+        try:
+            follow_parent()
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            sys.argv = list(words)
+            require("flwr.supernode.cli.flwr_clientapp", *FOR).flwr_clientapp()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # nothing of the parent's is ended here, and nobody asks how it went
+
+
+def follow_parent(patience: float = 10.0) -> None:
+    """Let this process end after the one that started it, also where Flower waits for a SuperLink that is gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        time.sleep(patience)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -30,9 +30,8 @@ from lightning_fcl.data.targets import numbers_of
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.outline import Outline, client_plan, server_plan
 from lightning_fcl.errors import require
-from lightning_fcl.evaluation.files import replacing, write_whole
-from lightning_fcl.evaluation.inside import inside
-from lightning_fcl.hub.reading import LIMIT
+from lightning_fcl.evaluation.files import inside, replacing, write_whole
+from lightning_fcl.hub.documents import LIMIT
 
 _WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "x": ("iuf", ("n", ANY)),

@@ -23,20 +23,19 @@ from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
 from lightning_fcl.deployment.members import Members
 from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, digest
-from lightning_fcl.deployment.outline import outline_of
+from lightning_fcl.deployment.outline import fingerprint, outline_of, read_recipe
 from lightning_fcl.deployment.own_data import read_data, take_server_data
-from lightning_fcl.deployment.recipe import fingerprint, read_recipe
 from lightning_fcl.errors import above, argument, at_least, check_fields
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import ListensToRounds
-from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.running.fit import FederatedCLI, run
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.progress import count_steps
+from lightning_fcl.simulation.hooks import count_steps
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.simulated import aggregate
 from lightning_fcl.simulation.strategy import FederatedStrategy
@@ -44,7 +43,7 @@ from lightning_fcl.simulation.strategy import FederatedStrategy
 if TYPE_CHECKING:
     from flwr.app import RecordDict
 
-    from lightning_fcl.deployment.link import GridLink
+    from lightning_fcl.deployment.messages import GridLink
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ import altair as alt
 import numpy as np
 
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.charts import COLOURS, Drawn, Points, Spec, on_page
+from lightning_fcl.evaluation.charts import COLOURS, Drawn, Points, Spec, fill_template, on_page
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.headline import Headline, ends_of_clients, extent_of, headlines, number_text
 from lightning_fcl.evaluation.metrics import curves, quantity
-from lightning_fcl.evaluation.pages import fill_template
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import NEAR, Table, metric_title
 

@@ -14,9 +14,14 @@ import numpy as np
 
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Points, Spec, over_seeds, spec
-from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
-from lightning_fcl.evaluation.headline import experience_labels, experience_names
-from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.files import inside
+from lightning_fcl.evaluation.headline import (
+    BANDWIDTHS,
+    communication_time,
+    experience_labels,
+    experience_names,
+    volumes,
+)
 from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
 
 Runs: TypeAlias = Sequence[Mapping[str, Any]]
@@ -38,7 +43,7 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
             ``activation_density``, what `ActivationDensity` has recorded after the last experience, or with
             ``experiences: true`` after each of one row; ``average_accuracy``, average accuracy and forgetting after
             each task, mean over the clients (`task_curves`); ``communication``, the volume of each row and its time
-            against the bandwidth (`lightning_fcl.evaluation.communication`); ``volume_by_round``.
+            against the bandwidth (`lightning_fcl.evaluation.headline`); ``volume_by_round``.
         results_by_row: Contents of ``results.json`` of each seed of the rows that were run.
     """
     paths = []

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.errors import require
-from lightning_fcl.evaluation.communication import simulated_times
-from lightning_fcl.evaluation.files import append, read_json, read_sums, sha256, write_sums, write_whole
-from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.files import append, inside, read_json, read_sums, sha256, write_sums, write_whole
+from lightning_fcl.evaluation.headline import simulated_times
 from lightning_fcl.evaluation.metrics import curves, models_tested
 
 __all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]

@@ -13,18 +13,18 @@ import numpy as np
 
 from lightning_fcl.errors import listed
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.charts import COLOURS, Points, Spec, on_page
-from lightning_fcl.evaluation.communication import simulated_times, volumes
+from lightning_fcl.evaluation.charts import COLOURS, Points, Spec, fill_template, on_page
 from lightning_fcl.evaluation.headline import (
     ends_of_clients,
     experience_labels,
     extent_of,
     headlines,
     model_name,
+    simulated_times,
     task_name,
+    volumes,
 )
 from lightning_fcl.evaluation.metrics import Curve, curves, matrices, quantity, sign
-from lightning_fcl.evaluation.pages import fill_template
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
 
 Record: TypeAlias = Mapping[str, Any]

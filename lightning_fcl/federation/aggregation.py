@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.exact import CohortSums, weighted_sum
-from lightning_fcl.federation.faults import check_still_finite
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
     Accumulator,
@@ -28,7 +27,7 @@ from lightning_fcl.federation.reductions import (
     Sum,
     WeightedMean,
 )
-from lightning_fcl.federation.robust import Krum, Median, TrimmedMean
+from lightning_fcl.federation.robust import Krum, Median, TrimmedMean, check_still_finite
 
 __all__ = [
     "BUILT_IN",

@@ -16,10 +16,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.errors import NoRoomError
-from lightning_fcl.evaluation.files import TemporaryFolder, write_whole, writing
-from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.files import TemporaryFolder, inside, write_whole, writing
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.hub.reading import ensure
+from lightning_fcl.hub.documents import ensure
 
 Memory = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
@@ -221,7 +220,8 @@ class ClientStore:
 
     def replace(self, states: Mapping[str, ClientState]) -> None:
         """Forget every client, and keep these states. Where processes share a folder, it is done once all have met."""
-        if not isinstance(states, Mapping) or not all(map(_is_client_state, states.values())):
+        kept = list(states.values()) if isinstance(states, Mapping) else [None]
+        if not all(isinstance(own, Mapping) and all(isinstance(one, Mapping) for one in own.values()) for own in kept):
             raise ValueError(
                 f"Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
                 f"{states!r:.200}. Continue from another one."
@@ -235,10 +235,6 @@ class ClientStore:
     def _path(self, client: str) -> Path:
         assert self._folder is not None
         return inside(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
-
-
-def _is_client_state(kept: object) -> bool:
-    return isinstance(kept, Mapping) and all(isinstance(section, Mapping) for section in kept.values())
 
 
 def own_entries(kept: ClientState, device: torch.device) -> Memory:

@@ -15,11 +15,11 @@ from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import ClientState
-from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.reductions import Mean, Reduction
 from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, count_drawn, lots
 from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.federation.wire import Compression
 
 __all__ = ["FedBuff"]
 

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import above, at_least
-from lightning_fcl.federation.compression import Compression
-from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.wire import Compression, RoundRecord
 from lightning_fcl.randomness import keyed
 
 __all__ = ["Deadline", "Deployment", "Participation", "Schedule", "TimedRound"]

@@ -26,13 +26,11 @@ from lightning_fcl.federation.aggregation import (
     weigh,
 )
 from lightning_fcl.federation.client_store import UNSENT, ClientState, ClientStore, Memory
-from lightning_fcl.federation.compression import Compression, transmit
 from lightning_fcl.federation.exact import CohortSums
-from lightning_fcl.federation.faults import check_finite, check_moved, find_faults
-from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer, settings_of
+from lightning_fcl.federation.optimizers import OptimizerFactory, ServerOptimizer, make_optimizer, settings_of
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.federation.record import DIVERGED, RoundRecord
-from lightning_fcl.federation.server_optimizer import ServerOptimizer
+from lightning_fcl.federation.robust import check_finite, check_moved, find_faults
+from lightning_fcl.federation.wire import DIVERGED, Compression, RoundRecord, transmit
 
 log = logging.getLogger(__name__)
 

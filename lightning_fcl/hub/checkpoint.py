@@ -10,8 +10,8 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from lightning_fcl.evaluation.files import cache_folder
-from lightning_fcl.hub.download import download
-from lightning_fcl.hub.reading import check_members
+from lightning_fcl.hub.documents import check_members
+from lightning_fcl.hub.source import download
 
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""From a client's gradients to its optimizer's steps: accumulation over batches, and schedules of single steps."""
+"""From a client's gradients to its optimizer's steps: batches counted, accumulated, and schedules of single steps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fcl.federation.optimizer_state import SCHEDULED, group_values, set_group_values
+from lightning_fcl.federation.optimizers import SCHEDULED, group_values, set_group_values
+from lightning_fcl.federation.protocol import federation_of
 
 Groups = list[dict[str, Any]]
 
@@ -176,3 +178,31 @@ def _with_rates(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any
     """Groups with what schedules set in others."""
     rates = [{name: value for name, value in other.items() if name in SCHEDULED} for other in others]
     return [group | own for group, own in zip(groups, rates, strict=False)]
+
+
+def client_steps(trainer: L.Trainer) -> int | float:
+    """The batches, over its local epochs, of the client that trains now: what its `batch_idx` counts up to.
+
+    Within ``training_step`` that is `trainer.num_training_batches` as well, which elsewhere counts those of all clients
+    of the round. Of clients side by side it is the number of the one that has most; in a plain Trainer it is
+    `trainer.num_training_batches`.
+
+    Args:
+        trainer: The Trainer.
+
+    Raises:
+        ValueError: If no client trains, as between rounds.
+
+    Example:
+        >>> class Scaled(L.Callback):
+        ...     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        ...         pl_module.kl_weight = 1 / client_steps(trainer)
+    """
+    federation = federation_of(trainer)
+    if federation is None:
+        return trainer.num_training_batches
+    if not federation.batches:
+        raise ValueError(
+            "Expected a client that trains for `client_steps` but none does. Ask within a step, or in a batch's hooks."
+        )
+    return federation.batches

@@ -187,11 +187,13 @@ class LooseState:
             part.go_on_from(self._records.get(id(value)))
             self._parts.append(part)
         inner: list[tuple[str, Any]] = []
+        # As a date or a path is: Python's sets take it by what it says.
+        for_good = isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__
         if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
             self._leaves.append(value)
         if isinstance(value, list | tuple | set | frozenset | deque | dict):
             inner = [(name, part) for part in (value.values() if isinstance(value, dict) else value)]
-        elif kind is None and not (hasattr(value, "__dict__") or callable(value) or _is_value(value)):
+        elif kind is None and not (hasattr(value, "__dict__") or callable(value) or for_good):
             self.unknown.append(name)
         return [*inner, *self._names(f"{name}.", vars(value))] if hasattr(value, "__dict__") else inner
 
@@ -209,8 +211,3 @@ def _undo(changes: Iterable[Change]) -> None:
 
 def _is_of(value: object, packages: tuple[str, ...]) -> bool:
     return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)
-
-
-def _is_value(value: object) -> bool:
-    """Whether something is what it is for good, such as a date or a path: Python's sets take it by what it says."""
-    return isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__

@@ -21,7 +21,7 @@ from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
-from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
+from lightning_fcl.federation.optimizers import group_values, optimizer_memory, restore_optimizer
 from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.compose import Recalled
 from lightning_fcl.methods.declaration import Declaration, client_of

@@ -19,7 +19,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
-from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
+from lightning_fcl.federation.optimizers import group_values, set_group_values, with_parameters
 from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.methods.client import Client, Step, zeros
 from lightning_fcl.methods.compose import Recalled, compose

@@ -28,13 +28,13 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import entries, load_entries
-from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
+from lightning_fcl.federation.optimizers import group_values, set_group_values, with_parameters
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.own_step import StepTrainer
-from lightning_fcl.local.precision import StackedPrecision
 from lightning_fcl.local.recorded import METRIC, Line, Measured, Recorder
 from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.local.trial import RANDOM, copy_of, generators, held, samples_of_two, unlike
+from lightning_fcl.local.vectorized import StackedPrecision
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.functional import trainable
@@ -149,7 +149,7 @@ class _Trial:
             again, _ = self._alone(0)
         if any(one.unlike(other, 0.0) for one, other in zip(again, alone[0], strict=True)):
             return "its step gives something else each time, or goes by a count of steps that is not each client's own"
-        if moved := [name for name, p in self._learning().items() if not torch.equal(buffers[0][name], p)]:
+        if moved := [n for n in trainable(self._module) if not torch.equal(buffers[0][n], self._state[n])]:
             return f"its step writes {quoted(moved)}, which learns; the optimizer, or a hook of the epoch, can do so"
         for together in (True, False):
             beside, entries_after = self._beside(together)
@@ -163,9 +163,6 @@ class _Trial:
                     if what := one.unlike(other, 1e-5):
                         return f"its step {_UNLIKE[what]} side by side"
         return None
-
-    def _learning(self) -> dict[str, Tensor]:
-        return {name: self._state[name] for name in trainable(self._module)}
 
     def _attributes(self) -> dict[str, object]:
         load_entries(self._module, self._state)

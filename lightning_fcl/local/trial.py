@@ -23,7 +23,7 @@ from lightning_fcl.data.data_module import overridden_hook
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.federation.optimizer_state import with_parameters
+from lightning_fcl.federation.optimizers import with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.vectorized import VectorizedTrainer

@@ -1,13 +1,16 @@
-"""Local training of many clients at once: their parameters are stacked, and a step is one for all."""
+"""Local training of many clients at once: parameters are stacked, a step is one for all, traced once and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,11 +19,86 @@ from torch.utils._pytree import tree_map
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.local_training import LocalTrainer
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.local.stacked import StackedTrainer
-from lightning_fcl.local.traced import TracedStep, is_traceable
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.random_layers import KeyedRandomness
+
+log = logging.getLogger(__name__)
+
+AFTER = 1000
+"""Steps of one shape before it is traced, which takes as long as some hundreds; the first time a second more."""
+
+_KNOWN = ("torch.nn.modules.", "torchmetrics.", "lightning_fcl.")
+
+Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Any]]
+"""``step(params, rest, batch)``: a list of tensors, in which None stands for a gradient that is not there."""
+
+
+class TracedStep:
+    """Replays a step from its `AFTER`-th on, where that gives the step's own bits; all others run as they are.
+
+    What depends on anything but shapes and the tensors that it gets would be frozen as it was when it was traced. See
+    `is_traceable`.
+
+    Args:
+        step: The step. It has no other effect than its result.
+        after: Steps of one shape before it is traced; None: `AFTER`.
+
+    Example:
+        >>> double = TracedStep(lambda params, rest, batch: [2 * params[0]], after=1)
+        >>> double([torch.ones(2)], [], []), double([3 * torch.ones(2)], [], [])
+        ([tensor([2., 2.])], [tensor([6., 6.])])
+        >>> double.traced
+        1
+    """
+
+    def __init__(self, step: Step, after: int | None = None) -> None:
+        self._step = step
+        self._after = AFTER if after is None else after
+        self._seen: Counter[object] = Counter()
+        self._graphs: dict[object, Callable[..., list[Any]]] = {}
+
+    @property
+    def traced(self) -> int:
+        """How many shapes are replayed."""
+        return len(self._graphs)
+
+    def __call__(self, params: list[Tensor], rest: list[Tensor], batch: list[Tensor]) -> list[Any]:
+        """The step's result."""
+        kind = tuple((value.shape, value.dtype, value.device) for part in (params, rest, batch) for value in part)
+        if kind in self._graphs:
+            with torch.no_grad():
+                return self._graphs[kind](params, rest, batch)
+        result = self._step(params, rest, batch)
+        self._seen[kind] += 1
+        if self._seen[kind] == self._after:
+            self._trace(kind, (params, rest, batch), result)
+        return result
+
+    def _trace(self, kind: object, given: tuple[list[Tensor], ...], expected: Sequence[Any]) -> None:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        try:
+            graph = make_fx(self._step)(*given)
+            with torch.no_grad():
+                same = all(map(torch.equal, graph(*given), expected))
+        except Exception as error:  # whatever it is, this step cannot be traced
+            log.debug("A step is not traced: %s", error)
+            return
+        if same:
+            self._graphs[kind] = graph
+
+
+def is_traceable(module: nn.Module) -> bool:
+    """Whether a module's step depends on its tensors alone: all its parts are torch's layers, or this library's.
+
+    Example:
+        >>> is_traceable(nn.Sequential(nn.Linear(1, 1), nn.Dropout()))
+        True
+    """
+    return all(type(part).__module__.startswith(_KNOWN) for part in module.modules())
 
 
 class VectorizedTrainer(StackedTrainer):
@@ -157,3 +235,47 @@ def _vectorizable(module: nn.Module) -> Vectorizable:
             f"Expected a module that states its loss apart, as `Classifier` does, but got a `{type(module).__name__}`."
         )
     return module
+
+
+class StackedPrecision(Precision):
+    """Full precision, in which the gradients of clients that train side by side are taken, and clipped by norm.
+
+    Args:
+        trainer: Tells who trains the clients.
+    """
+
+    def __init__(self, trainer: Callable[[], LocalTrainer]) -> None:
+        super().__init__()
+        self._trainer = trainer
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Take the gradients: of a single client as always, of several as their trainer tells them."""
+        trainer = self._trainer()
+        if not isinstance(trainer, StackedTrainer):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        for parameter, gradient in zip(self.main_params(optimizer), trainer.gradients(tensor), strict=True):
+            parameter.grad = gradient
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip each client's gradient by its own norm."""
+        trainer = self._trainer()
+        if not isinstance(trainer, StackedTrainer):
+            super().clip_grad_by_norm(optimizer, clip_val)
+            return
+        gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+        norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        factors = (clip_val / (norms + 1e-6)).clamp(max=1.0)  # as `torch.nn.utils.clip_grad_norm_` has it
+        for gradient in gradients:
+            gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
+
+
+def flush_denormals() -> bool:
+    """Take numbers below the normal range as 0, if PyTorch has one thread; whether it did not do so before.
+
+    Gradients of unlikely classes are such numbers, with which a CPU multiplies many times as slowly. Undone by
+    ``torch.set_flush_denormal(False)``. Of several threads those that are there already would stay as they are, so that
+    results would depend on when these began.
+    """
+    smallest = torch.tensor(torch.finfo(torch.float32).tiny, device="cpu")
+    return torch.get_num_threads() == 1 and bool(smallest / 2 != 0) and torch.set_flush_denormal(True)

@@ -17,7 +17,7 @@ from lightning_fcl.errors import argument, at_least, quoted
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.fedbuff import FedBuff
-from lightning_fcl.federation.optimizer_state import settings_of
+from lightning_fcl.federation.optimizers import settings_of
 from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.federation.reductions import Changes
 from lightning_fcl.methods.client import Client, Server, Step, remember, section, zeros

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batches import Batch, window
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.orders import window
 from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory

@@ -22,7 +22,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, declare, entries
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
-from lightning_fcl.federation.record import DIVERGED
+from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss

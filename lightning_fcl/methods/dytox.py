@@ -23,7 +23,7 @@ from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import Episodic, balanced, knows_task, memory_size, past_samples, remember_task
 from lightning_fcl.methods.functional import states_loss
 from lightning_fcl.methods.method import masked, with_classes
-from lightning_fcl.models.dytox import DyTox
+from lightning_fcl.models.continual import DyTox
 from lightning_fcl.randomness import seed_of
 
 

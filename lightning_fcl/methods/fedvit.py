@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batches import Batch, Batching, plan_batches
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.orders import Batching, plan_batches
 from lightning_fcl.errors import argument, at_least, one_of, share
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory, own_entries

@@ -18,7 +18,8 @@ from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of, ranks_of
 from lightning_fcl.federation.ranks import share_by_client
-from lightning_fcl.federation.record import RoundRecord
+from lightning_fcl.federation.reductions import SparseMean
+from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Needs
@@ -120,8 +121,9 @@ class FedWEIT(Method):
         if self.kb_size is not None:
             others = [others[i] for i in sorted(torch.randperm(len(others))[: self.kb_size].tolist())]
         for j, other in enumerate(others):
-            new |= {f"kb.{j}.{name}": value for name, value in self.knowledge[other].items()}
-            _record(client).download(part.client, _message_bytes(self.knowledge[other], model.size))
+            packed = self.knowledge[other]
+            new |= {f"kb.{j}.{name}": value for name, value in packed.items()}
+            _record(client).download(part.client, SparseMean().wire_bytes(unpack(**packed, size=model.size)))
         return new
 
     def begin(self, client: Client) -> None:
@@ -183,8 +185,9 @@ class FedWEIT(Method):
         part, model = client.part, decomposed_of(client.module)
         if part.last_round and not client.missed:
             adaptive = own[f"model.tasks.{self._place(client.memory)}.adaptive"].detach()
-            self._arriving[part.client] = pack(prune(adaptive, model.threshold))
-            _record(client).upload(part.client, _message_bytes(self._arriving[part.client], model.size))
+            sparse = prune(adaptive, model.threshold)
+            self._arriving[part.client] = pack(sparse)
+            _record(client).upload(part.client, SparseMean().wire_bytes(sparse))
 
     # The server.
 
@@ -281,8 +284,3 @@ def unpack(values: Tensor, bits: Tensor, size: int) -> Tensor:
     """What `pack` has packed, shape (size,)."""
     kept = torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=size).astype(bool)).to(values.device)
     return values.new_zeros(size).masked_scatter_(kept, values)
-
-
-def _message_bytes(packed: Memory, size: int) -> int:
-    """Bytes of a packed vector on the wire, where it travels as it is if that is less."""
-    return min(sum(value.nbytes for value in packed.values()), size * packed["values"].element_size())

@@ -15,7 +15,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.optimizer_state import (
+from lightning_fcl.federation.optimizers import (
     group_values,
     optimizer_memory,
     restore_optimizer,

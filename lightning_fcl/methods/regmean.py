@@ -18,7 +18,7 @@ from lightning_fcl.methods.declaration import Needs, Pattern
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
 from lightning_fcl.methods.prototypes import SumOfSome
-from lightning_fcl.models.lora import AdaptedLinear
+from lightning_fcl.models.decomposed import AdaptedLinear
 
 _NONE = 1e-10  # of the largest eigenvalue, or what rounding makes of 0: what is smaller is no direction of the inputs
 

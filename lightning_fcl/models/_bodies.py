@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least, did_you_mean, require
 from lightning_fcl.models._parts import check_blocks, check_image_size
-from lightning_fcl.models.cvt import CvTBody
-from lightning_fcl.models.t2t import T2TBody
+from lightning_fcl.models.hierarchical import CvTBody, T2TBody
 
 Body = tuple[nn.Module, int]
 """A module from images to features, and the number of features."""

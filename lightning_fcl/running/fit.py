@@ -39,7 +39,7 @@ from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.remedies import BY_LIGHTNING, NOT_UNDERSTOOD, check_class_paths, refusals
 from lightning_fcl.running.run_callbacks import SaveConfig, StopAfterRound
-from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
+from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
 

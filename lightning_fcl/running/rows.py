@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lightning_fcl.errors import did_you_mean, one_of
-from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.files import inside
 from lightning_fcl.hub.documents import read_yaml
 
 

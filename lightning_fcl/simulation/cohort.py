@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, number_of, some_of
+from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, number_of, order_keys, plan_cohort, some_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.data.orders import order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory

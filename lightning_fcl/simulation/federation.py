@@ -28,8 +28,7 @@ from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
 from lightning_fcl.methods.functional import trainable
-from lightning_fcl.simulation.choose import choose_trainer
-from lightning_fcl.simulation.limits import check_stream, there
+from lightning_fcl.simulation.limits import check_stream, choose_trainer, there
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.round import Round

@@ -25,9 +25,8 @@ from lightning_fcl import __version__
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.files import TemporaryFolder
-from lightning_fcl.federation.meeting import MEETING, GlooRanks, check_processes, meet
-from lightning_fcl.federation.ranks import ALONE, Ranks
-from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
+from lightning_fcl.federation.ranks import ALONE, MEETING, GlooRanks, Ranks, check_processes, meet
+from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]

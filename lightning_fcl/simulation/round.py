@@ -19,7 +19,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import ListensToClients, LooksAtClients
-from lightning_fcl.federation.record import DIVERGED, RoundRecord
+from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack

@@ -23,25 +23,23 @@ from lightning_fcl.data.stream import ClientLoader
 from lightning_fcl.errors import one_of, refuse_other_lightning, warn_of_other_lightning
 from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.compression import Compression
-from lightning_fcl.federation.optimizer_state import OptimizerFactory, settings_of
+from lightning_fcl.federation.optimizers import OptimizerFactory, settings_of
 from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.wire import Compression
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.local.local_steps import LocalSteps
-from lightning_fcl.local.precision import StackedPrecision, flush_denormals
 from lightning_fcl.local.sequential import SequentialTrainer
+from lightning_fcl.local.vectorized import StackedPrecision, flush_denormals
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
-from lightning_fcl.simulation.hooks import FitHooks
+from lightning_fcl.simulation.hooks import FitHooks, TrainerLimits, common_batches
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
-from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.round import Round
-from lightning_fcl.simulation.simulated import simulated
-from lightning_fcl.simulation.trainer_limits import TrainerLimits, common_batches
+from lightning_fcl.simulation.simulated import begin_schedule, simulated
 
 
 class FederatedStrategy(RanksStrategy):
@@ -68,7 +66,7 @@ class FederatedStrategy(RanksStrategy):
         swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
         schedule: The clock of a rehearsed deployment: a `lightning_fcl.federation.schedule.Deadline` a round, or
             asynchronous rounds, `lightning_fcl.federation.fedbuff.FedBuff`. None: rounds wait for all their clients.
-        compression: Code of the uploads: `lightning_fcl.federation.compression.TopK` or `Quantize`. It applies to
+        compression: Code of the uploads: `lightning_fcl.federation.wire.TopK` or `Quantize`. It applies to
             trainable parameters whose reduction is ``mean``; what it leaves over stays with the client for its next
             upload.
         on_unusable_round: What becomes of a fit when the uploads of a round have all been dropped, since they have

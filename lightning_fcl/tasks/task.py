@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import check_state, load_entries
-from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
+from lightning_fcl.federation.optimizers import OptimizerFactory, make_optimizer
 from lightning_fcl.federation.protocol import ranks_of
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.models.described import Described, cast_arguments, rebuild

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
 from lightning_fcl.errors import require
-from lightning_fcl.evaluation.files import TemporaryFolder, locked, write_whole, writing
-from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.files import TemporaryFolder, inside, locked, write_whole, writing
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title, read_table
 from lightning_fcl.federation.aggregation import reductions_of
@@ -42,10 +41,9 @@ from lightning_fcl.zoo.entry import (
     read_folder,
     write_list,
 )
-from lightning_fcl.zoo.hub import read_head, upload
 from lightning_fcl.zoo.loading import features_or_outputs, fill, load_folder, make_network
 from lightning_fcl.zoo.pretrained import Pretrained
-from lightning_fcl.zoo.registry import LOCK, REGISTRY, read_registry, register
+from lightning_fcl.zoo.registry import LOCK, REGISTRY, read_head, read_registry, register, upload
 from lightning_fcl.zoo.verifying import packaged_recipe, test_accuracy
 
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from lightning_fcl import __version__
-from lightning_fcl.cli.cp import flat
-from lightning_fcl.cli.ls import KINDS
+from lightning_fcl.cli.fit import flat
 from lightning_fcl.cli.main import main
+from lightning_fcl.cli.show import KINDS
 from lightning_fcl.running.fit import resolve_recipe
 from lightning_fcl.running.rows import config_words, find_recipe, named_recipes
 

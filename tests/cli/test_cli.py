@@ -12,7 +12,7 @@ from lightning_fcl import __version__
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import COMMANDS, main
 from lightning_fcl.cli.search import Search, try_settings
-from lightning_fcl.data.datasets import Arrays, load
+from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.running.fit import run
@@ -308,9 +308,9 @@ figures:
 
 @pytest.mark.seconds
 def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, reports):
-    digits = load("digits")
+    digits = load_dataset("digits")
     rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
-    monkeypatch.setattr("lightning_fcl.data.samples.load", lambda name, root: rows)
+    monkeypatch.setattr("lightning_fcl.data.samples.load_dataset", lambda name, root: rows)
     monkeypatch.setattr("lightning_fcl.running.rows.recipes_folder", lambda: tmp_path)
     folder, out = tmp_path / "toy", tmp_path / "out"
     folder.mkdir()

@@ -188,11 +188,11 @@ def side_by_side(recipe, start, tmp_path, workers=2):
     os.mkfifo(tmp_path / "pipe")
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
     code = (
-        "import sys; from pathlib import Path; from lightning_fcl.cli import data, main\n"
+        "import sys; from pathlib import Path; from lightning_fcl.cli import main, show\n"
         "from lightning_fcl.cli.jobs import Job, run_jobs\n"
         "files = tuple(map(Path, sys.argv[2:]))\n"
         "jobs = [Job(f'run {n}', files, n, Path(f'run-{n}')) for n in range(3)]\n"
-        "data.run = lambda options: run_jobs(jobs, 2)\n"
+        "show.Data.run = lambda self, options: run_jobs(jobs, 2)\n"
         "main.main(['data', 'list'])\n"
     )
     parent = start(["data", *files], code)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.data import orders
-from lightning_fcl.data.orders import Batching, order_keys, permutations, plan_batches, plan_cohort
+from lightning_fcl.data import batches
+from lightning_fcl.data.batches import Batching, order_keys, permutations, plan_batches, plan_cohort
 from lightning_fcl.randomness import keys_of, numbers
 
 
@@ -29,7 +29,7 @@ def by_hand(samples, epochs, batching, generator, remembered=0):
 def test_with_the_old_orders_it_is_the_old_plan(monkeypatch, samples, size, epochs, remembered, drop_last):
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(
-        orders,
+        batches,
         "permutations",
         lambda keys, sizes, stream: torch.randperm(int(sizes[0]), generator=generator)[None].numpy(),
     )

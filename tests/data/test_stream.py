@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fcl import FederatedStream
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.datasets import Arrays
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Shards
 from lightning_fcl.data.samples import PublicData, name_of
 from lightning_fcl.data.scenarios import (
@@ -293,13 +293,13 @@ def test_seeds(monkeypatch):
         (
             lambda: FederatedStream(scenario="class-incrementall"),
             "Expected `scenario` to be an object of ClassIncremental, DomainIncremental, Stationary, Blurry, "
-            "GrowingClasses, Online, Staggered, FedViTScenario, FLwFScenario, ODFCLScenario, or one of these names, "
+            "GrowingClasses, Online, Staggered, FLwFScenario, ODFCLScenario, FedViTScenario, or one of these names, "
             'but got "class-incrementall". Did you mean ClassIncremental?',
         ),
         (
             lambda: FederatedStream(scenario=""),
             "Expected `scenario` to be an object of ClassIncremental, DomainIncremental, Stationary, Blurry, "
-            "GrowingClasses, Online, Staggered, FedViTScenario, FLwFScenario, ODFCLScenario, or one of these names, "
+            "GrowingClasses, Online, Staggered, FLwFScenario, ODFCLScenario, FedViTScenario, or one of these names, "
             'but got "".',
         ),
         (

@@ -11,8 +11,8 @@ import yaml
 from lightning_fcl.deployment.flower import write_app
 from lightning_fcl.deployment.messages import opened, record_of
 from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.outline import read_recipe
 from lightning_fcl.deployment.own_data import write_split
-from lightning_fcl.deployment.recipe import read_recipe
 from lightning_fcl.deployment.server import Terms, serve
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint

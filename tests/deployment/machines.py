@@ -39,7 +39,7 @@ import os
 import signal
 import sys
 
-from lightning_fcl.deployment.resident import stay, warm
+from lightning_fcl.deployment.node import stay, warm
 
 warm()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -17,9 +17,16 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.deployment.messages import RefusedError
-from lightning_fcl.deployment.outline import Outline, client_plan, outline_of, server_plan
+from lightning_fcl.deployment.outline import (
+    Outline,
+    build,
+    client_plan,
+    fingerprint,
+    outline_of,
+    read_recipe,
+    server_plan,
+)
 from lightning_fcl.deployment.own_data import read_data, take_data, write_split
-from lightning_fcl.deployment.recipe import build, fingerprint, read_recipe
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.running.parts import read_parts
 

@@ -9,8 +9,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 from flwr.supercore.task_identity import TaskIdentity
 
-from lightning_fcl.deployment.link import GridLink
-from lightning_fcl.deployment.messages import Parcel, opened, record_of
+from lightning_fcl.deployment.messages import GridLink, Parcel, opened, record_of
 
 
 class Grid:
@@ -78,7 +77,7 @@ def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(
 
 def test_an_answer_of_which_only_a_part_has_come_holds_up_no_other(app, monkeypatch):
     """Flower waits minutes for the rest where the sender was killed as it sent it."""
-    monkeypatch.setattr("lightning_fcl.deployment.link._PATIENCE", 0.2)
+    monkeypatch.setattr("lightning_fcl.deployment.messages._PATIENCE", 0.2)
     rest = threading.Event()
 
     def answers(message):

@@ -71,7 +71,7 @@ def test_a_servers_array_of_another_form_is_refused(form):
 
 @pytest.mark.seconds
 def test_a_compressed_upload_is_short_on_the_wire(rehearsal, wire):
-    top = {"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.1}}
+    top = {"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.1}}
     strategy = {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"cohort_size": 1, "compression": top}}
     one = rehearsal({"trainer": {"strategy": strategy, "max_epochs": 1}})
     one.simulate()

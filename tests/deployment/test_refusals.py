@@ -13,8 +13,8 @@ from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.messages import Parcel, RefusedError, opened, record_of
 from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.outline import fingerprint
 from lightning_fcl.deployment.own_data import read_data
-from lightning_fcl.deployment.recipe import fingerprint
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ CASES = {
     "compression": {
         "trainer": {
             "strategy": strategy(
-                compression={"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.2}}
+                compression={"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.2}}
             )
         }
     },

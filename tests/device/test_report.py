@@ -8,8 +8,7 @@ from torch import nn
 from lightning_fcl import Classifier, ReservoirClassifier
 from lightning_fcl.cli.main import main
 from lightning_fcl.device.footprint import measure
-from lightning_fcl.device.profiles import SHIPPED, read_device, read_link
-from lightning_fcl.device.report import device_report
+from lightning_fcl.device.report import SHIPPED, device_report, read_device, read_link
 from lightning_fcl.device.trace import flop_counter
 from lightning_fcl.models import HARCNN, MLP, DSICNet, EchoStateNetwork
 from lightning_fcl.running.rows import recipes_folder

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from lightning_fcl.evaluation.communication import simulated_times, time_to
+from lightning_fcl.evaluation.headline import simulated_times, time_to
 from lightning_fcl.evaluation.metrics import curves, summarize
 from lightning_fcl.evaluation.results import write_csv
 from lightning_fcl.evaluation.run_page import over_time

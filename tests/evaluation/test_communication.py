@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_fcl.callbacks import ContinualMetrics
-from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
-from lightning_fcl.federation.compression import TopK
+from lightning_fcl.evaluation.headline import BANDWIDTHS, communication_time, volumes
+from lightning_fcl.federation.wire import TopK
 
 RECORD = {
     "rounds": [

@@ -7,9 +7,8 @@ import pytest
 import vl_convert
 
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.communication import BANDWIDTHS
 from lightning_fcl.evaluation.figures import write_figures
-from lightning_fcl.evaluation.headline import experience_labels, experience_names
+from lightning_fcl.evaluation.headline import BANDWIDTHS, experience_labels, experience_names
 
 EDGES = [-1.0, -0.5, 0.0, 0.5, 1.0]
 

@@ -371,12 +371,12 @@ def test_a_paper_stands_beside_its_table():
 
 
 def test_the_script_is_kept_and_a_damaged_one_made_anew(tmp_path, monkeypatch):
-    from lightning_fcl.evaluation import pages
+    from lightning_fcl.evaluation import charts
 
     made = []
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path))
     monkeypatch.setattr(vl_convert, "javascript_bundle", lambda snippet: made.append(1) or "draw('</script>')")
-    library = pages._library.__wrapped__
+    library = charts._library.__wrapped__
     assert library() == library() == "draw('<\\/script>')" and len(made) == 1
     (kept,) = (tmp_path / "scripts").iterdir()
     kept.write_text("steal()")

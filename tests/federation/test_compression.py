@@ -15,9 +15,9 @@ from lightning_fcl.callbacks import ContinualMetrics, FedProx
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.compression import Quantize, TopK, transmit
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.wire import Quantize, TopK, transmit
 from lightning_fcl.running.rows import recipes_folder
 
 CODES = {
@@ -381,7 +381,7 @@ def test_a_recipe_names_it(tmp_path):
     strategy = {
         "class_path": "lightning_fcl.FederatedStrategy",
         "init_args": {
-            "compression": {"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.1}}
+            "compression": {"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.1}}
         },
     }
     tiny = {

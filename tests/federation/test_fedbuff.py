@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.reductions import Fixed, Mean, Own, Reduction, Sum
 from lightning_fcl.federation.robust import Krum
 from lightning_fcl.federation.schedule import Deployment, Participation
 from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.federation.wire import TopK
 from lightning_fcl.randomness import keys_of
 
 

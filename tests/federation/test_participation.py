@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.wire import RoundRecord
 
 
 @pytest.fixture

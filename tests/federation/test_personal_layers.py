@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 
 LINES = {  # of the methods' table in docs/coming-from.md, and the entries that stay with a client
     "FedPer": ({"model.head.*": "none"}, ["model.head.weight", "model.head.bias"]),

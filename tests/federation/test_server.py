@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.reductions import Gather, Reduction
 from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.wire import TopK
 
 EXTRA = {
     "Method.counts": (torch.tensor([10.0, 0.0, 0.0]), "sum"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, Replay
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.swarm import Swarm

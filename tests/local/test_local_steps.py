@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleL
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import APFL, FedProx, FLwF2T, Replay
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 

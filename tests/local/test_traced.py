@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedProx
-from lightning_fcl.local import traced
-from lightning_fcl.local.traced import TracedStep, is_traceable
+from lightning_fcl.local import vectorized
+from lightning_fcl.local.vectorized import TracedStep, is_traceable
 
 
 class Own(nn.Module):
@@ -47,7 +47,7 @@ OPTIMIZERS = {
 
 def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callbacks=()):
     """The state after a fit, and how many shapes were replayed in it."""
-    monkeypatch.setattr(traced, "AFTER", after)
+    monkeypatch.setattr(vectorized, "AFTER", after)
     task = Classifier(copy.deepcopy(model), 4, OPTIMIZERS[optimizer])
     stream = make_stream(partition="dirichlet", clients=7, rounds_per_experience=3)
     trainer = fit(task, stream, callbacks, cohort_size=4, local_epochs=3, seed=0)

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_fcl import FederatedStream
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.tasks.regression import Regressor
+from lightning_fcl.tasks.classification import Regressor
 
 CURVATURES = np.array([0.5, 1.0, 2.0, 4.0])
 TARGETS = np.array([-3.0, 5.0, 1.0, -1.0])

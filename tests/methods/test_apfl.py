@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import APFL, ContinualMetrics
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.client import Client

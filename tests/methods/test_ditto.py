@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

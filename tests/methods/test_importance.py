@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.datasets import load
+from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.methods import sample_gradients as module_under_test
 from lightning_fcl.methods.client import Client, Step, section
 from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
@@ -269,7 +269,7 @@ class Convolutional(nn.Sequential):
 @pytest.mark.slow
 def test_the_defaults_hold_a_small_network_s_first_task_and_leave_its_weights_in_bounds(quiet):
     """Digits, then the same turned by a quarter: both defaults over several seeds, a perceptron and convolutions."""
-    data = load("digits")
+    data = load_dataset("digits")
     x, y = torch.from_numpy(data.x), torch.from_numpy(data.y)
     test = torch.arange(len(y)) % 5 == 0
     models = [Convolutional, lambda: nn.Sequential(nn.Flatten(), MLP([64, 64, 10]))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fcl.data.datasets.digits import load
+from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.federation.aggregation import Aggregator
 from lightning_fcl.methods.glfc import Rows, encoder_of, gradient_at, invert
 
@@ -33,7 +33,7 @@ def test_the_network_is_the_same_for_the_same_seed():
 
 @pytest.mark.seconds
 def test_images_come_back_from_a_lenets_gradient():
-    digits, encoder = load(), encoder_of((1, 8, 8), 10, seed=0)
+    digits, encoder = load_dataset("digits"), encoder_of((1, 8, 8), 10, seed=0)
     alike = []
     for i in range(5):
         x, label = torch.from_numpy(digits.x[i : i + 1]), int(digits.y[i])

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.federation.wire import TopK
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
 

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import TARGET, ContinualMetrics, MeanOutputLoss
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.datasets.digits import load
+from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.methods.client import Client, Step
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def digits(experiences=2, rounds=1, number=200, clients=3, seed=0, **kwargs):
-    arrays = load()
+    arrays = load_dataset("digits")
     return FederatedStream.from_arrays(
         arrays.x[:number], arrays.y[:number], scenario=ClassIncremental(experiences, rounds),
         partition=Dirichlet(clients, 0.5), batch_size=16, seed=seed, **kwargs,

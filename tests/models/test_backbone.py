@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_fcl import RidgeClassifier
-from lightning_fcl.data.datasets import load
+from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.models import frozen_backbone
 from lightning_fcl.models.backbone import FrozenBackbone
 
@@ -64,7 +64,7 @@ def test_each_entry_of_the_package_is_where_timm_has_it(lite0):
 @pytest.mark.seconds
 def test_features_tell_photographs_apart(lite0, data_folder):
     """20 classes, 10 images each: the nearest of the means of others is right far more often than by chance."""
-    data = load("tinyimagenet", data_folder)
+    data = load_dataset("tinyimagenet", data_folder)
     rows = np.concatenate([np.flatnonzero(data.y == label)[:20] for label in range(20)])
     features = F.normalize(lite0.embed(torch.from_numpy(data.x[rows]) / 255)).view(20, 20, -1)
     means = F.normalize(features[:, :10].mean(dim=1))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fcl.models import CvTBody
-from lightning_fcl.models.cvt import ConvolutionalBlock, ConvolutionalProjection
+from lightning_fcl.models.hierarchical import ConvolutionalBlock, ConvolutionalProjection
 
 
 def size(module: nn.Module) -> int:

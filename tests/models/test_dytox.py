@@ -12,7 +12,7 @@ from torch import nn
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.models import DyTox
-from lightning_fcl.models.dytox import TaskAttention
+from lightning_fcl.models.continual import TaskAttention
 
 TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 2, "heads": 2}
 

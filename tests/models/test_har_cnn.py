@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_fcl.models.har_cnn import HARCNN
+from lightning_fcl.models.small import HARCNN
 
 
 def size(model: nn.Module) -> int:

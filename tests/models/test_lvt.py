@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_fcl.models import LVT, ViT
 from lightning_fcl.models._parts import attend
-from lightning_fcl.models.lvt import InterTaskAttention, LVTBody, _offsets
+from lightning_fcl.models.continual import InterTaskAttention, LVTBody, _offsets
 
 
 def size(module):

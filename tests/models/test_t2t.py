@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_fcl.models import T2TBody
-from lightning_fcl.models.t2t import TokenTransformer, _sinusoids, _soft_split
+from lightning_fcl.models.hierarchical import TokenTransformer, _sinusoids, _soft_split
 
 
 def transformer(inputs, width=64):

@@ -18,8 +18,7 @@ from names import DOORS, EVIL, NAME, evil_zoo, hashed, mixed
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.node import memories, own_folder
 from lightning_fcl.deployment.own_data import split_file
-from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.files import inside, write_whole
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.zoo.registry import REGISTRY, collect, package_folder
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.callbacks import EWC, Replay
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.compression import TopK
+from lightning_fcl.federation.wire import TopK
 
 STREAM = {"clients": 4, "rounds_per_experience": 2}
 OPTIONS = {

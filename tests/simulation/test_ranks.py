@@ -34,10 +34,10 @@ from lightning_fcl.callbacks import (
     Replay,
     Unlearning,
 )
-from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.reductions import Accumulator, Reduction, State
 from lightning_fcl.federation.robust import Krum, TrimmedMean
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.wire import TopK
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_fcl import FederatedStrategy, FederatedStream, client_model
 from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto, FedProx, FedViT, Method
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.schedule import Participation

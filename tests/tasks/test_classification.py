@@ -17,7 +17,7 @@ from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.models import MLP
-from lightning_fcl.tasks.regression import Regressor
+from lightning_fcl.tasks.classification import Regressor
 
 
 def make_tasks(clients=2, seed=0):

@@ -14,7 +14,7 @@ from torchmetrics import MeanAbsoluteError
 from lightning_fcl import FederatedStream, ReservoirRegressor
 from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, FedProx, Replay
 from lightning_fcl.callbacks.tester import InMemory, Tester
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.evaluation.comparison import compare_page
@@ -22,7 +22,7 @@ from lightning_fcl.evaluation.metrics import curves, matrices, quantity, stream_
 from lightning_fcl.evaluation.results import write_csv, write_results
 from lightning_fcl.evaluation.run_page import run_page
 from lightning_fcl.models import MLP, EchoStateNetwork
-from lightning_fcl.tasks.regression import Regressor
+from lightning_fcl.tasks.classification import Regressor
 
 
 def arrays(samples=240, outputs=2, domains=3, seed=0):

@@ -9,8 +9,7 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy, HARClassifier
 from lightning_fcl.models import MLP, EchoStateNetwork
-from lightning_fcl.tasks.classification import RandomClassifier
-from lightning_fcl.tasks.regression import Regressor
+from lightning_fcl.tasks.classification import RandomClassifier, Regressor
 from lightning_fcl.tasks.reservoir import ReservoirClassifier, ReservoirRegressor
 from lightning_fcl.tasks.ridge import RidgeClassifier
 

@@ -194,7 +194,7 @@ def test_a_push_is_refused_whole(hub, commits, run):
 
 LATE = """
 from pathlib import Path
-from lightning_fcl.zoo.hub import read_head, upload
+from lightning_fcl.zoo.registry import read_head, upload
 upload(Path({run!r}), read_head("hf:our/models")._replace(commit="0" * 40), "of an older head")
 """
 

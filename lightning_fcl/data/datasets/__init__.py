@@ -1,46 +1,69 @@
-"""Public data sets as plain arrays: one module a data set, each reading the layouts that people have on disk.
+"""Public data sets as plain arrays, each read in the layouts that people have on disk.
 
-A module of this package offers its `Source`, of ``sources.yaml``, as ``SOURCE``, and ``load(root, **options)``. The
-modules are imported when they are asked for, and import no more than NumPy.
+A data set is an entry of ``sources.yaml``, which says what it is and where it comes from, and a function that reads it,
+``load_<name>(root, **options)``, in the module of its kind. The modules import no more than NumPy.
 """
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.digits import load_digits
+from lightning_fcl.data.datasets.faces import load_lfw, load_orl
+from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.hhar import load_hhar
+from lightning_fcl.data.datasets.photographs import (
+    load_cifar100,
+    load_core50,
+    load_fc100,
+    load_miniimagenet,
+    load_tinyimagenet,
+)
+from lightning_fcl.data.datasets.sensors import load_ucihar, load_wesad
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.hub.source import Source, data_root
 
-__all__ = ["Arrays", "check", "data_root", "describe", "fetch", "load"]
+__all__ = ["Arrays", "check", "data_root", "describe", "fetch", "load_dataset"]
 
-SOURCES = Source.read(Path(__file__).with_name("sources.yaml"))
+_LOADERS: dict[str, Callable[..., Arrays]] = {
+    "cifar100": load_cifar100,
+    "core50": load_core50,
+    "digits": load_digits,
+    "fc100": load_fc100,
+    "hhar": load_hhar,
+    "lfw": load_lfw,
+    "miniimagenet": load_miniimagenet,
+    "orl": load_orl,
+    "tinyimagenet": load_tinyimagenet,
+    "ucihar": load_ucihar,
+    "wesad": load_wesad,
+}
 
 
-def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
+def load_dataset(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
     """Load all samples of a data set by name.
 
     Args:
         name: One of the names that `describe` lists.
         root: Folder of the data sets, see `data_root`.
-        **options: What the data set's own ``load`` takes besides `root`, of the types that it says.
+        **options: What the data set's own function takes besides `root`, of the types that it says.
 
     Raises:
         ValueError: If there is no such data set or option, or if the files are damaged.
         FileNotFoundError: If the files are not there.
 
     Example:
-        >>> data = load("digits")
+        >>> data = load_dataset("digits")
         >>> data.x.shape, data.classes[:3]
         ((1797, 1, 8, 8), ('0', '1', '2'))
     """
     from lightning_fcl.models.described import cast_arguments  # with torch, which nothing else here needs
 
-    loader = _module(name).load
-    return cast(Arrays, loader(data_root(root), **cast_arguments(loader, options, name)))
+    loader = _LOADERS[_source(name).name]
+    return loader(data_root(root), **cast_arguments(loader, options, name))
 
 
 def describe() -> list[Source]:
@@ -54,21 +77,21 @@ def describe() -> list[Source]:
 
 
 def check(name: str, root: str | Path | None = None) -> str:
-    """Read a data set, as `load` does, and say in one line what was found.
+    """Read a data set, as `load_dataset` does, and say in one line what was found.
 
     Example:
         >>> check("digits")  # doctest: +ELLIPSIS
         'digits: bundled with scikit-learn ...; 1797 samples of shape 1 x 8 x 8, 10 classes, no natural clients'
     """
-    layout, place = _module(name).SOURCE.find(root)
-    data = load(name, root)
+    layout, place = _source(name).find(root)
+    data = load_dataset(name, root)
     shape = " x ".join(str(size) for size in data.x.shape[1:])
     clients = "no natural clients" if data.client is None else f"{len(np.unique(data.client))} clients"
     return f"{name}: {layout} {place}; {len(data.x)} samples of shape {shape}, {len(data.classes)} classes, {clients}"
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:
-    """Download a data set, verify it, and keep it below the folder of the data sets; the path that `load` will read.
+    """Download a data set, verify it, and keep it below the folder of the data sets; the path that will be read.
 
     Raises:
         ValueError: If the name is unknown, or if the download is not the published file, which is deleted then.
@@ -77,13 +100,12 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
         >>> fetch("digits").name
         'digits.csv.gz'
     """
-    path: Path = _module(name).SOURCE.fetch(root)
-    return path
+    return _source(name).fetch(root)
 
 
-def _module(name: str) -> ModuleType:
+def _source(name: str) -> Source:
     if name not in SOURCES:
         known = ", ".join(f"`{entry}`" for entry in SOURCES)
         hint = did_you_mean(name.lower(), SOURCES, cutoff=0.5) or " Choose one of these."
         raise ValueError(f"Expected the name of a data set, one of {known}, but got {name!r}.{hint}")
-    return importlib.import_module(f"{__name__}.{name}")
+    return SOURCES[name]

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays, Measurement
+from lightning_fcl.data.datasets.files import SOURCES
 from lightning_fcl.errors import at_least, require
-from lightning_fcl.hub.reading import reading
+from lightning_fcl.hub.documents import reading
 from lightning_fcl.hub.source import Layout
 
 _SKLEARN = find_spec("sklearn")
 _PACKAGE = Path(_SKLEARN.origin).parent if _SKLEARN and _SKLEARN.origin else Path()
 
 _LAYOUT = Layout("bundled with scikit-learn", (str(_PACKAGE / "datasets" / "data" / "digits.csv.gz"),))
-SOURCE = replace(SOURCES["digits"], layouts=(_LAYOUT,))
+_DIGITS = SOURCES["digits"] = replace(SOURCES["digits"], layouts=(_LAYOUT,))
 
 
-def load(root: str | Path | None = None, permutations: int = 1) -> Arrays:
+def load_digits(root: str | Path | None = None, permutations: int = 1) -> Arrays:
     """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1; the file belongs to scikit-learn.
 
     With several ``permutations``, as in permuted MNIST, each digit comes once in each of these domains, ``"00"``,
@@ -29,7 +29,7 @@ def load(root: str | Path | None = None, permutations: int = 1) -> Arrays:
     at_least(1, permutations=permutations)
     if find_spec("sklearn") is None:
         require("sklearn", "brings the digits")
-    path = SOURCE.find(root)[1]
+    path = _DIGITS.find(root)[1]
     with reading(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
         table = np.loadtxt(path, delimiter=",")  # importing scikit-learn for it would take seconds
     ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")

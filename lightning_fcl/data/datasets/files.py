@@ -1,4 +1,4 @@
-"""Files of data sets, read with checks and limits: npz files, pickles that may call nothing, lines, numbered files."""
+"""Files of data sets, where they come from, and how they are read: within limits, with checks, and calling nothing."""
 
 import math
 import mmap
@@ -15,7 +15,10 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from lightning_fcl.hub.reading import AGAIN, check_members, check_size, ensure, reading
+from lightning_fcl.hub.documents import AGAIN, check_members, check_size, ensure, reading
+from lightning_fcl.hub.source import Source
+
+SOURCES = Source.read(Path(__file__).with_name("sources.yaml"))
 
 ANY = "..."
 Wanted = Mapping[str, tuple[str, tuple[int | str, ...]]]

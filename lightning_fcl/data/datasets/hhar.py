@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets import SOURCES
 from lightning_fcl.data.datasets.arrays import Arrays, Sensor
-from lightning_fcl.data.datasets.files import check_subset, in_range
+from lightning_fcl.data.datasets.files import SOURCES, check_subset, in_range
 from lightning_fcl.data.datasets.series import (
     Recording,
     Scale,
@@ -25,14 +24,14 @@ from lightning_fcl.data.datasets.series import (
     stretches,
 )
 from lightning_fcl.errors import at_least, require
-from lightning_fcl.hub.reading import check_size, reading
+from lightning_fcl.hub.documents import check_size, reading
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _SENSORS = ("accelerometer", "gyroscope")
 
-SOURCE = SOURCES["hhar"]
+_HHAR = SOURCES["hhar"]
 
 # The models of De Caro et al. 2023 in the order of their experiences.
 DEVICES = ("nexus4", "s3", "s3mini", "lgwatch")
@@ -57,7 +56,7 @@ _Series = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 _Owner = tuple[str, str, str]
 
 
-def load(
+def load_hhar(
     root: str | Path | None = None,
     chunk: int | None = None,
     devices: Sequence[str] | None = None,
@@ -86,7 +85,7 @@ def load(
     at_least(1, chunk=_WINDOW if chunk is None else chunk)
     models = DEVICES if devices is None else devices
     check_subset("devices", models, _MODELS)
-    layout, path = SOURCE.find(root)
+    layout, path = _HHAR.find(root)
     if layout == "phone windows":
         options = {"devices": (devices, None), "features": (features, "raw"), "normalize": (normalize, "user")}
         for name, (got, wanted) in options.items():
@@ -96,9 +95,9 @@ def load(
                     "accelerometer that are scaled per user already. Use the publishers' CSV files."
                 )
         chunk = _WINDOW if chunk is None else chunk
-        arrays, chunks = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, SOURCE.remedy), _WINDOW // chunk
-        user = in_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", SOURCE.remedy)
-        with reading(path, "to hold windows of the six activities", SOURCE.remedy):
+        arrays, chunks = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, _HHAR.remedy), _WINDOW // chunk
+        user = in_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", _HHAR.remedy)
+        with reading(path, "to hold windows of the six activities", _HHAR.remedy):
             return Arrays(
                 x=arrays["X"].reshape(-1, chunk, 3),
                 y=arrays["y"].astype(np.int64).repeat(chunks),
@@ -151,7 +150,7 @@ def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[
 def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
     pd = require("pandas", "reads large CSV files in pieces")
     parts: dict[_Owner, list[_Series]] = {}
-    with reading(path, f"to hold whole rows of {', '.join(_COLUMNS)}", SOURCE.remedy):
+    with reading(path, f"to hold whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy):
         check_size(path.stat().st_size)
         # The files are too large to be held as text, and `null` is a name here.
         with pd.read_csv(path, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:

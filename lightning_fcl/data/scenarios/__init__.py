@@ -4,12 +4,12 @@ from lightning_fcl.data.scenarios.boundaries import Blurry as Blurry
 from lightning_fcl.data.scenarios.boundaries import GrowingClasses as GrowingClasses
 from lightning_fcl.data.scenarios.boundaries import Online as Online
 from lightning_fcl.data.scenarios.boundaries import Staggered as Staggered
-from lightning_fcl.data.scenarios.fedvit import FedViTScenario as FedViTScenario
-from lightning_fcl.data.scenarios.flwf import FLwFScenario as FLwFScenario
 from lightning_fcl.data.scenarios.incremental import ClassIncremental as ClassIncremental
 from lightning_fcl.data.scenarios.incremental import DomainIncremental as DomainIncremental
 from lightning_fcl.data.scenarios.incremental import Stationary as Stationary
-from lightning_fcl.data.scenarios.odfcl import ODFCLScenario as ODFCLScenario
+from lightning_fcl.data.scenarios.papers import FedViTScenario as FedViTScenario
+from lightning_fcl.data.scenarios.papers import FLwFScenario as FLwFScenario
+from lightning_fcl.data.scenarios.papers import ODFCLScenario as ODFCLScenario
 from lightning_fcl.data.scenarios.scenario import EMPTY as EMPTY
 from lightning_fcl.data.scenarios.scenario import History as History
 from lightning_fcl.data.scenarios.scenario import IntArray as IntArray

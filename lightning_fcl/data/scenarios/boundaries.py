@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_fcl.data.scenarios.incremental import ClassIncremental, plan_of
 from lightning_fcl.data.scenarios.scenario import EMPTY, MOST_ROUNDS, IntArray, Plan, Pool, Scenario, named
-from lightning_fcl.errors import argument, at_least, between, check_fields
+from lightning_fcl.errors import argument, at_least, between
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,6 @@ class Blurry(Scenario):
     rounds_per_experience: int = argument(1, between, 1, MOST_ROUNDS)
     disjoint: float = argument(0.5, between, 0, 1)
     blur: float = argument(0.1, between, 0, 1)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         everyone = np.concatenate(list(pool.clients.values()))
@@ -91,9 +88,6 @@ class GrowingClasses(Scenario):
     experiences: int = argument(4, at_least, 1)
     rounds_per_experience: int = argument(1, between, 1, MOST_ROUNDS)
     class_order: Sequence[int | str] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         classes = len(_classes_of(pool, self.experiences))
@@ -181,7 +175,7 @@ class Staggered(Scenario):
     delay: int = argument(5, at_least, 0)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         _take_over(self)
 
     def __str__(self) -> str:

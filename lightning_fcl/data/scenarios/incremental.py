@@ -22,7 +22,7 @@ from lightning_fcl.data.scenarios.scenario import (
     number_order,
     with_history,
 )
-from lightning_fcl.errors import argument, at_least, between, check_clients, check_fields, one_of, require
+from lightning_fcl.errors import argument, at_least, between, check_clients, one_of, require
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -62,7 +62,7 @@ class ClassIncremental(Scenario):
     history: History = argument("round", one_of, ("round", "seen", "all"))
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         _require_one_order("class_order", self.class_order, self.order_per_client)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
@@ -121,7 +121,7 @@ class DomainIncremental(Scenario):
     history: History = argument("round", one_of, ("round", "seen", "all"))
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         _require_one_order("domain_order", self.domain_order, self.order_per_client)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
@@ -158,9 +158,6 @@ class Stationary(Scenario):
     """
 
     rounds: int = argument(1, between, 1, MOST_ROUNDS)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         return ClassIncremental(1, self.rounds).plan(pool, seed)

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import check_fields, did_you_mean
 from lightning_fcl.randomness import Keys, name_keys
 
 IntArray = npt.NDArray[np.int64]
@@ -186,6 +186,9 @@ class Scenario(ABC):
 
     own_split: ClassVar[bool] = False
     own_clients: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @abstractmethod
     def plan(self, pool: Pool, seed: int = 0) -> Plan:

@@ -7,16 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lightning_fcl.data.datasets import cifar100
+from lightning_fcl.data.datasets import load_dataset, photographs
+from lightning_fcl.data.datasets.files import SOURCES
 
 
 @pytest.fixture
 def publish(serve, monkeypatch):
     """Publishes files as those of a data set, on this machine; gives the archive and the paths asked for."""
 
-    def start(module, name, content):
-        source, archive, asked = serve(module.SOURCE, name, content)
-        monkeypatch.setattr(module, "SOURCE", source)
+    def start(data_set, name, content):
+        source, archive, asked = serve(SOURCES[data_set], name, content)
+        monkeypatch.setitem(SOURCES, data_set, source)
         return archive, asked
 
     return start
@@ -26,9 +27,9 @@ def publish(serve, monkeypatch):
 def real(data_folder):
     """Gives the folder of the real data sets, if it holds one, and this in the wanted layout."""
 
-    def folder(module, wanted=None):
+    def folder(data_set, wanted=None):
         try:
-            layout, place = module.SOURCE.find(data_folder)
+            layout, place = SOURCES[data_set].find(data_folder)
         except FileNotFoundError as error:
             pytest.skip(str(error))
         if wanted not in (None, layout):
@@ -72,9 +73,9 @@ def refused():
 def damaged(tmp_path, put, refused):
     """Puts a damaged file where a data set is looked for, and gives the message, which must name the file."""
 
-    def message(module, name, content, **options):
+    def message(data_set, name, content, **options):
         path = put(tmp_path / name, content)
-        said = refused(module.load, tmp_path, **options)
+        said = refused(load_dataset, data_set, tmp_path, **options)
         assert str(path) in said
         return said
 
@@ -139,7 +140,7 @@ def cifar(monkeypatch):
     def files(contents) -> dict[str, bytes]:
         pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}
         for name, content in pickles.items():
-            monkeypatch.setitem(cifar100.MD5, name, hashlib.md5(content).hexdigest())
+            monkeypatch.setitem(photographs.MD5, name, hashlib.md5(content).hexdigest())
         return pickles | {"file.txt~": b"left by an editor"}
 
     def put(folder, contents):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_fcl.data.datasets import cifar100
+from lightning_fcl.data.datasets import photographs
+from lightning_fcl.data.datasets.files import SOURCES
 
 REMEDY = "Delete this copy and run `lightning-fcl data fetch cifar100`."
 
@@ -23,8 +24,8 @@ def test_the_pickles_written_here_are_sound(cifar):
 @pytest.mark.parametrize("place", ["cifar100/cifar-100-python", "cifar-100-python", "cifar100", "."])
 def test_the_original_folder(tmp_path, cifar, place, put):
     folder = cifar.put(tmp_path / place, cifar.contents)
-    assert cifar100.SOURCE.find(tmp_path) == ("pickles", folder)
-    data = cifar100.load(tmp_path, normalize="none")
+    assert SOURCES["cifar100"].find(tmp_path) == ("pickles", folder)
+    data = photographs.load_cifar100(tmp_path, normalize="none")
     rows = np.concatenate([cifar.contents[part]["data"] for part in ("train", "test")])
     assert data.x.dtype == np.uint8 and data.x.shape == (300, 3, 32, 32)
     # All of red, row by row, then green, then blue.
@@ -42,7 +43,7 @@ def test_it_is_what_torchvision_gives(tmp_path, cifar, monkeypatch, put):
     cifar.put(tmp_path / "cifar-100-python", cifar.contents)
     monkeypatch.setattr(datasets.CIFAR100, "_check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    data = cifar100.load(tmp_path)
+    data = photographs.load_cifar100(tmp_path)
     for train in (True, False):
         theirs = datasets.CIFAR100(tmp_path, train=train)
         own = data.official_test != train
@@ -52,7 +53,7 @@ def test_it_is_what_torchvision_gives(tmp_path, cifar, monkeypatch, put):
 
 def test_size_resizes_each_image(tmp_path, cifar, put):
     cifar.put(tmp_path, cifar.contents)
-    one, small = cifar100.load(tmp_path), cifar100.load(tmp_path, size=20)
+    one, small = photographs.load_cifar100(tmp_path), photographs.load_cifar100(tmp_path, size=20)
     assert small.x.shape == (300, 3, 20, 20)
     for i in (0, 299):
         image = Image.fromarray(one.x[i].transpose(1, 2, 0)).resize((20, 20), Image.Resampling.BICUBIC)
@@ -64,7 +65,7 @@ def test_missing_files_are_named(tmp_path, cifar, name, put):
     path = cifar.put(tmp_path, cifar.contents) / name
     path.unlink()
     with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file {path} but it is missing. {REMEDY}")):
-        cifar100.load(tmp_path)
+        photographs.load_cifar100(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["train", "test", "meta"])
@@ -72,34 +73,34 @@ def test_missing_files_are_named(tmp_path, cifar, name, put):
 def test_other_files_than_the_published_ones_are_named(tmp_path, cifar, name, content, put, refused):
     path = cifar.put(tmp_path, cifar.contents) / name
     path.write_bytes(content)
-    said = refused(cifar100.load, tmp_path)
+    said = refused(photographs.load_cifar100, tmp_path)
     assert said.startswith(f"Expected {path} to be the published file but got: one of MD5 ") and REMEDY in said
 
 
 def test_place_and_digests_are_those_of_torchvision():
     published = pytest.importorskip("torchvision.datasets").CIFAR100
-    assert published.url == cifar100.SOURCE.url
+    assert published.url == SOURCES["cifar100"].url
     files = {
         **dict(published.train_list),
         **dict(published.test_list),
         published.meta["filename"]: published.meta["md5"],
     }
-    assert files == cifar100.MD5
+    assert files == photographs.MD5
 
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, publish, cifar):
     files = {f"cifar-100-python/{name}": content for name, content in cifar.files(cifar.contents).items()}
-    _, asked = publish(cifar100, "small.tar.gz", files)
-    folder = cifar100.SOURCE.fetch(tmp_path / "data")
+    _, asked = publish("cifar100", "small.tar.gz", files)
+    folder = SOURCES["cifar100"].fetch(tmp_path / "data")
     assert folder == tmp_path / "data" / "cifar100" / "cifar-100-python"
     assert [path.name for path in folder.parent.iterdir()] == ["cifar-100-python"]
-    assert len(cifar100.load(tmp_path / "data").x) == 300
-    assert cifar100.SOURCE.fetch(tmp_path / "data") == folder and asked == ["/small.tar.gz"]
+    assert len(photographs.load_cifar100(tmp_path / "data").x) == 300
+    assert SOURCES["cifar100"].fetch(tmp_path / "data") == folder and asked == ["/small.tar.gz"]
 
 
 @pytest.mark.data
 def test_the_real_photographs(real):
-    data = cifar100.load(real(cifar100), normalize="channel")
+    data = photographs.load_cifar100(real("cifar100"), normalize="channel")
     assert data.x.shape == (60000, 3, 32, 32) and data.official_test.sum() == 10000
     assert np.bincount(data.y[data.official_test]).tolist() == [100] * 100
     # The statistics that everybody uses.

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_fcl.data.datasets import core50
+from lightning_fcl.data.datasets import photographs
+from lightning_fcl.data.datasets.files import SOURCES
 
 REMEDY = "Delete this copy and run `lightning-fcl data fetch core50`."
 # Sessions and objects whose numbers sort otherwise as text; one, two or three frames of each.
@@ -41,8 +42,8 @@ CLASSES = ("plug_adapter2", "mobile_phone5", "remote_control5")
 @pytest.mark.parametrize("place", ["core50/core50_128x128", "core50_128x128"])
 def test_the_original_folder(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
-    assert core50.SOURCE.find(tmp_path) == ("folders of frames", folder)
-    data = core50.load(tmp_path, size=128, normalize="none")
+    assert SOURCES["core50"].find(tmp_path) == ("folders of frames", folder)
+    data = photographs.load_core50(tmp_path, size=128, normalize="none")
     np.testing.assert_array_equal(data.x, PIXELS.transpose(0, 3, 1, 2))
     np.testing.assert_allclose(data.samples(), PIXELS.transpose(0, 3, 1, 2) / 255, rtol=1e-6)
     assert data.y.tolist() == LABELS * 4 and data.classes == CLASSES
@@ -52,14 +53,14 @@ def test_the_original_folder(tmp_path, place, put):
 
 
 def test_fifty_objects_of_ten_kinds():
-    names = core50._OBJECTS
+    names = photographs._OBJECTS
     assert len(set(names)) == 50 and names[0] == "plug_adapter1" and names[5] == "mobile_phone1"
     assert names[-1] == "remote_control5"
 
 
 def test_by_session_every_session_has_classes_of_its_own(tmp_path, put):
     put(tmp_path / "core50_128x128", FILES)
-    one, data = core50.load(tmp_path), core50.load(tmp_path, by_session=True)
+    one, data = photographs.load_core50(tmp_path), photographs.load_core50(tmp_path, by_session=True)
     assert data.classes == tuple(f"s{session} {name}" for session in SESSIONS for name in CLASSES)
     assert [data.classes[label].split(" ")[1] for label in data.y] == [one.classes[label] for label in one.y]
     assert [data.classes[label].split(" ")[0] for label in data.y] == [f"s{session}" for session in data.group]
@@ -69,18 +70,18 @@ def test_by_session_every_session_has_classes_of_its_own(tmp_path, put):
 
 def test_the_smaller_images_where_there_are_no_others(tmp_path, put):
     small = put(tmp_path / "core50" / "core50_32x32", files(32))
-    assert core50.SOURCE.find(tmp_path) == ("folders of frames", small)
-    assert core50.load(tmp_path).x.shape == (24, 3, 32, 32)
+    assert SOURCES["core50"].find(tmp_path) == ("folders of frames", small)
+    assert photographs.load_core50(tmp_path).x.shape == (24, 3, 32, 32)
     large = put(tmp_path / "core50_128x128", FILES)
-    assert core50.SOURCE.find(tmp_path) == ("folders of frames", large)
+    assert SOURCES["core50"].find(tmp_path) == ("folders of frames", large)
 
 
 def test_normalize_channel_leaves_the_test_sessions_out(tmp_path, put):
     put(tmp_path / "core50_128x128", FILES)
-    data = core50.load(tmp_path, normalize="channel")
+    data = photographs.load_core50(tmp_path, normalize="channel")
     training = data.x[np.isin(data.group, [2, 11])]
     np.testing.assert_allclose(data.mean.ravel(), training.mean(axis=(0, 2, 3)), rtol=1e-6)
-    whole = core50.load(tmp_path, normalize="channel", by_session=True)
+    whole = photographs.load_core50(tmp_path, normalize="channel", by_session=True)
     np.testing.assert_allclose(whole.mean.ravel(), data.x.mean(axis=(0, 2, 3)), rtol=1e-6)
 
 
@@ -88,7 +89,7 @@ def test_what_is_no_frame_is_skipped(tmp_path, put):
     folder = put(tmp_path / "core50_128x128", FILES)
     for name in ("s2/o2/C_02_10_007.png", "s2/o2/._C_02_02_007.png", "s2/o2/D_02_02_007.png", "s12/o1/C_12_01_000.png"):
         put(folder / name, b"no frame")
-    assert len(core50.load(tmp_path).x) == 24
+    assert len(photographs.load_core50(tmp_path).x) == 24
 
 
 DAMAGES = {
@@ -101,21 +102,21 @@ DAMAGES = {
 def test_damaged_images_are_named(tmp_path, damage, put, refused):
     content, message = DAMAGES[damage]
     path = put(put(tmp_path / "core50_128x128", FILES) / "s10/o50/C_10_50_009.png", content)
-    said = refused(core50.load, tmp_path)
+    said = refused(photographs.load_core50, tmp_path)
     assert message in said and said.startswith(f"Expected {path} to be ")
 
 
 def test_half_an_unpacked_archive(tmp_path, put):
     folder = put(tmp_path / "core50_128x128", FILES)
     (folder / "s10/o10/C_10_10_007.png").unlink()
-    assert len(core50.load(tmp_path).x) == 23  # videos are not equally long
+    assert len(photographs.load_core50(tmp_path).x) == 23  # videos are not equally long
     (folder / "s10/o10/C_10_10_008.png").unlink()
     message = (
         f"Expected {folder / 's10' / 'o10'} to hold frames such as `C_10_10_000.png` but got none: "
         f"the archive is not wholly unpacked. {REMEDY}"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        core50.load(tmp_path)
+        photographs.load_core50(tmp_path)
 
 
 def test_folders_without_frames(tmp_path):
@@ -123,26 +124,30 @@ def test_folders_without_frames(tmp_path):
     (folder / "s1" / "o1").mkdir(parents=True)
     message = f"Expected {folder / 's1' / 'o1'} to hold frames such as `C_01_01_000.png` but got none: the archive"
     with pytest.raises(ValueError, match=re.escape(message)):
-        core50.load(tmp_path)
+        photographs.load_core50(tmp_path)
 
 
 def test_place_and_digest_are_those_of_its_authors():
     published = pytest.importorskip("avalanche.benchmarks.datasets.core50.core50_data").data[0]
     name, url, digest = published
-    assert (f"core50/{name}", url, f"md5:{digest}") == (core50.SOURCE.archive, core50.SOURCE.url, core50.SOURCE.digest)
+    assert (f"core50/{name}", url, f"md5:{digest}") == (
+        SOURCES["core50"].archive,
+        SOURCES["core50"].url,
+        SOURCES["core50"].digest,
+    )
 
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
-    _, asked = publish(core50, "small.zip", {f"core50_128x128/{name}": content for name, content in FILES.items()})
-    folder = core50.SOURCE.fetch(tmp_path / "data")
+    _, asked = publish("core50", "small.zip", {f"core50_128x128/{name}": content for name, content in FILES.items()})
+    folder = SOURCES["core50"].fetch(tmp_path / "data")
     assert folder == tmp_path / "data" / "core50" / "core50_128x128"
-    assert len(core50.load(tmp_path / "data").x) == 24
-    assert core50.SOURCE.fetch(tmp_path / "data") == folder and asked == ["/small.zip"]
+    assert len(photographs.load_core50(tmp_path / "data").x) == 24
+    assert SOURCES["core50"].fetch(tmp_path / "data") == folder and asked == ["/small.zip"]
 
 
 @pytest.mark.data
 def test_the_real_frames(real):
-    data = core50.load(real(core50))
+    data = photographs.load_core50(real("core50"))
     assert data.x.shape == (164866, 3, 32, 32) and len(data.classes) == 50
     assert np.unique(data.group).tolist() == list(range(1, 12))
     # The publishers' counts.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_fcl.data.datasets import cifar100, core50, hhar
+from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.data.datasets.files import read_arrays, read_lines, read_pickle
 from lightning_fcl.data.datasets.images import read_image
 
@@ -35,25 +35,25 @@ def encoded(file_format, size=(32, 32)):
 
 
 LAYOUTS = {
-    "npz": (hhar, "windows.npz", npz(False)),
-    "compressed npz": (hhar, "windows.npz", npz(True)),
-    "PNG": (core50, "core50_32x32/s1/o1/C_01_01_000.png", encoded("PNG")),
-    "pickle": (cifar100, "meta", None),
+    "npz": ("hhar", "windows.npz", npz(False)),
+    "compressed npz": ("hhar", "windows.npz", npz(True)),
+    "PNG": ("core50", "core50_32x32/s1/o1/C_01_01_000.png", encoded("PNG")),
+    "pickle": ("cifar100", "meta", None),
 }
 
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request, tmp_path, cifar, put):
     """Writes bytes in place of a data set's file, and gives what it is then loaded as, or the message."""
-    module, name, content = LAYOUTS[request.param]
-    if module is cifar100:
+    data_set, name, content = LAYOUTS[request.param]
+    if data_set == "cifar100":
         put(tmp_path, cifar.files(cifar.contents))
         content = (tmp_path / name).read_bytes()
 
     def loaded(changed):
         path = put(tmp_path / name, changed)
         try:
-            data = module.load(tmp_path)
+            data = load_dataset(data_set, tmp_path)
         except ValueError as error:
             assert str(path) in str(error)
             return str(error)

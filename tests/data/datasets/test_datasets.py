@@ -159,7 +159,7 @@ def test_pixels_are_normalised_when_they_are_taken():
 
 
 def test_permuted_digits_are_domains_of_the_same_digits():
-    plain, data = datasets.load("digits"), datasets.load("digits", permutations=3)
+    plain, data = datasets.load_dataset("digits"), datasets.load_dataset("digits", permutations=3)
     x = data.x.reshape(3, 1797, 64)
     assert np.array_equal(x[0], plain.x.reshape(-1, 64)) and np.array_equal(data.y, np.tile(plain.y, 3))
     assert not np.array_equal(x[1], x[0]) and not np.array_equal(x[1], x[2])
@@ -168,16 +168,16 @@ def test_permuted_digits_are_domains_of_the_same_digits():
         assert np.array_equal(x[0][:, order], domain)  # every digit's pixels in one and the same order
     assert data.group[[0, 1797, -1]].tolist() == ["00", "01", "02"]
     assert np.array_equal(data.official_test, np.tile(np.arange(1797) % 5 == 4, 3))
-    assert np.array_equal(data.x, datasets.load("digits", permutations=3).x)
+    assert np.array_equal(data.x, datasets.load_dataset("digits", permutations=3).x)
     with pytest.raises(ValueError, match="Expected `permutations` to be at least 1 but got 0"):
-        datasets.load("digits", permutations=0)
+        datasets.load_dataset("digits", permutations=0)
 
 
 def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
     flat, y = load_digits(return_X_y=True)
-    data = datasets.load("digits")
+    data = datasets.load_dataset("digits")
     np.testing.assert_array_equal(data.x.reshape(1797, 64) * 16, flat)
     np.testing.assert_array_equal(data.y, y)
     assert data.x.shape == (1797, 1, 8, 8)
@@ -210,23 +210,21 @@ def small(tmp_path):
 
 
 def test_load_hands_on_root_and_options(small, monkeypatch):
-    data = datasets.load("ucihar", small, sensors=("gyro",), standardize=None)
+    data = datasets.load_dataset("ucihar", small, sensors=("gyro",), standardize=None)
     np.testing.assert_array_equal(data.x, np.load(small / "inertial.npz")["X"][:, 3:6])
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(small))
-    np.testing.assert_array_equal(datasets.load("ucihar", sensors=("gyro",), standardize=None).x, data.x)
+    np.testing.assert_array_equal(datasets.load_dataset("ucihar", sensors=("gyro",), standardize=None).x, data.x)
 
 
 def test_load_refuses_unknown_options(small):
-    message = (
-        "Expected arguments of lightning_fcl.data.datasets.ucihar.load for `ucihar` but got others: .* Did you mean"
-    )
+    message = r"Expected arguments of \S+\.load_ucihar for `ucihar` but got others: .* Did you mean"
     with pytest.raises(ValueError, match=f"{message} sensors"):
-        datasets.load("ucihar", small, sensor="gyro")
+        datasets.load_dataset("ucihar", small, sensor="gyro")
     with pytest.raises(ValueError, match="unexpected keyword argument 'sensors'"):
-        datasets.load("digits", sensors=("gyro",))
+        datasets.load_dataset("digits", sensors=("gyro",))
 
 
-@pytest.mark.parametrize("call", [datasets.load, datasets.check, datasets.fetch])
+@pytest.mark.parametrize("call", [datasets.load_dataset, datasets.check, datasets.fetch])
 def test_unknown_names(call):
     known = f"Expected the name of a data set, one of {', '.join(f'`{name}`' for name in NAMES)}, but got"
     with pytest.raises(ValueError, match=re.escape(f"{known} 'UCI-HAR'. Did you mean ucihar?")):
@@ -295,4 +293,4 @@ def test_what_reads_a_data_set_is_named_where_it_is_missing(tmp_path, monkeypatc
     distribution = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(package, package)
     message = f"Expected `{package}`, which .*, but it is not installed. Run `pip install {distribution}`."
     with pytest.raises(ModuleNotFoundError, match=message):
-        datasets.load(name, tmp_path)
+        datasets.load_dataset(name, tmp_path)

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from lightning_fcl.data.datasets import cifar100, fc100
+from lightning_fcl.data.datasets import photographs
+from lightning_fcl.data.datasets.files import SOURCES
 
 # The split of the authors' code, by number of the superclass.
 SPLIT = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19, *(8, 11, 13, 16), *(0, 7, 12, 14))
@@ -10,12 +11,12 @@ SPLIT = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19, *(8, 11, 13, 16), *(0, 7, 12, 
 
 def test_the_split_is_that_of_the_authors_code(cifar):
     names = list(cifar.superclasses)
-    assert tuple(names.index(name) for name in fc100.SUPERCLASSES) == SPLIT
+    assert tuple(names.index(name) for name in photographs.SUPERCLASSES) == SPLIT
 
 
 def test_all_classes_superclass_by_superclass(tmp_path, cifar, put):
     cifar.put(tmp_path / "cifar100" / "cifar-100-python", cifar.contents)
-    data, original = fc100.load(tmp_path), cifar100.load(tmp_path)
+    data, original = photographs.load_fc100(tmp_path), photographs.load_cifar100(tmp_path)
     order = [label for number in SPLIT for label in list(cifar.superclasses.values())[number]]
     assert data.classes == tuple(f"class {label}" for label in order) and len(set(data.classes)) == 100
     np.testing.assert_array_equal(data.x, original.x)
@@ -26,4 +27,7 @@ def test_all_classes_superclass_by_superclass(tmp_path, cifar, put):
 
 def test_it_is_found_and_fetched_as_cifar100(tmp_path, cifar, put):
     folder = cifar.put(tmp_path / "cifar-100-python", cifar.contents)
-    assert fc100.SOURCE.find(tmp_path) == cifar100.SOURCE.find(tmp_path) and fc100.SOURCE.fetch(tmp_path) == folder
+    assert (
+        SOURCES["fc100"].find(tmp_path) == SOURCES["cifar100"].find(tmp_path)
+        and SOURCES["fc100"].fetch(tmp_path) == folder
+    )

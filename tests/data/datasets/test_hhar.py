@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_fcl.data.datasets import hhar
+from lightning_fcl.data.datasets.files import SOURCES
 
 HEADER = "Index,Arrival_Time,Creation_Time,x,y,z,User,Model,Device,gt"
 START = 1424696631913248572  # ns since 1970: more digits than a float holds
@@ -51,13 +52,13 @@ def test_the_grid_gives_the_interpolated_line(tmp_path, place):
     acc = recording("accelerometer", step=0.005)
     gyro = recording("gyroscope", begin=0.1234, end=4.9, step=0.0071)
     folder = put(tmp_path, place, Phones_accelerometer=acc[::-1] + acc[:50], Phones_gyroscope=gyro)
-    data = hhar.load(tmp_path, chunk=100, normalize="none")
+    data = hhar.load_hhar(tmp_path, chunk=100, normalize="none")
     t = 0.1234 + np.arange(400) / 100
     wanted = np.concatenate([line_signal(t, s).T for s in ("accelerometer", "gyroscope")], axis=1).reshape(4, 100, 6)
     np.testing.assert_allclose(data.x, wanted, rtol=1e-4, atol=1e-4)
     assert data.y.tolist() == [1] * 4
-    assert hhar.SOURCE.find(tmp_path) == ("CSV files", folder)
-    assert hhar.SOURCE.fetch(tmp_path) == folder
+    assert SOURCES["hhar"].find(tmp_path) == ("CSV files", folder)
+    assert SOURCES["hhar"].fetch(tmp_path) == folder
 
 
 def test_no_chunk_goes_across_a_gap_or_another_activity(tmp_path):
@@ -71,7 +72,7 @@ def test_no_chunk_goes_across_a_gap_or_another_activity(tmp_path):
         rows += recording(sensor, 9.21, 10.21, gt="bike")
         files[f"Phones_{sensor}"] = rows
     put(tmp_path, **files)
-    data = hhar.load(tmp_path, chunk=100, normalize="none")
+    data = hhar.load_hhar(tmp_path, chunk=100, normalize="none")
     starts = [0, 1, 2, 3, 4.6, 5.6, 8.205, 9.21]
     np.testing.assert_allclose((data.x[:, 0, 0] - 1) / 2, starts, atol=1e-4)
     assert data.y.tolist() == [1] * 6 + [5, 0]
@@ -81,7 +82,7 @@ def test_sensors_that_disagree_on_the_activity_give_nothing(tmp_path):
     files = both()
     files["Phones_gyroscope"] = recording("gyroscope", 0, 2) + recording("gyroscope", 2.005, 5, gt="stand")
     put(tmp_path, **files)
-    assert hhar.load(tmp_path, chunk=100).y.tolist() == [1, 1]
+    assert hhar.load_hhar(tmp_path, chunk=100).y.tolist() == [1, 1]
 
 
 def test_users_devices_and_groups(tmp_path):
@@ -100,27 +101,27 @@ def test_users_devices_and_groups(tmp_path):
         for s in ("accelerometer", "gyroscope")
     }
     put(tmp_path, **files)
-    data = hhar.load(tmp_path, normalize="none")
+    data = hhar.load_hhar(tmp_path, normalize="none")
     assert data.client.tolist() == ["a", "a", "a", "a", "b"]
     assert data.group.tolist() == [0, 1, 1, 3, 1]
     np.testing.assert_allclose((data.x[:, 0, 0] - 1) / 2, [2, 3, 1, 9, 0], atol=1e-4)
-    data = hhar.load(tmp_path, devices=["gear", "s3"], normalize="none")
+    data = hhar.load_hhar(tmp_path, devices=["gear", "s3"], normalize="none")
     assert (data.client.tolist(), data.group.tolist()) == (["a", "a", "b", "i"], [1, 1, 1, 0])
     # One scale for each device of a user, not one for each user.
-    scaled = hhar.load(tmp_path)
+    scaled = hhar.load_hhar(tmp_path)
     np.testing.assert_allclose(scaled.x.mean(axis=1), 0, atol=1e-4)
     np.testing.assert_allclose(scaled.x.std(axis=1), 1, atol=1e-3)
     with pytest.warns(UserWarning, match="no chunk of 200 steps of user c with s3_1"):
         put(tmp_path, **{n: rows + recording(n[7:], 0, 1, user="c", model="s3") for n, rows in files.items()})
-        assert len(hhar.load(tmp_path, devices=["s3"]).y) == 3
+        assert len(hhar.load_hhar(tmp_path, devices=["s3"]).y) == 3
 
 
 def test_phones_alone_need_no_watch_files(tmp_path):
     folder = put(tmp_path, Watch_accelerometer=None, Watch_gyroscope=None, **both())
-    assert len(hhar.load(tmp_path, devices=["nexus4"]).y) == 2
+    assert len(hhar.load_hhar(tmp_path, devices=["nexus4"]).y) == 2
     missing = re.escape(f"Expected the file {folder / 'Watch_accelerometer.csv'} but it is missing.")
     with pytest.raises(FileNotFoundError, match=missing):
-        hhar.load(tmp_path)
+        hhar.load_hhar(tmp_path)
 
 
 def test_statistics_are_those_of_the_newest_complete_window():
@@ -142,11 +143,11 @@ def test_statistics_are_those_of_the_newest_complete_window():
 
 def test_statistics_of_files(tmp_path):
     put(tmp_path, **both())
-    data = hhar.load(tmp_path, chunk=100, features="statistics", normalize="none")
+    data = hhar.load_hhar(tmp_path, chunk=100, features="statistics", normalize="none")
     assert data.x.shape == (3, 100, 32)  # 501 steps, of which 302 have a complete window
-    raw = hhar.load(tmp_path, chunk=1, normalize="none").x[:, 0]
+    raw = hhar.load_hhar(tmp_path, chunk=1, normalize="none").x[:, 0]
     np.testing.assert_array_equal(data.x.reshape(-1, 32), hhar.statistics(raw)[:300])
-    assert np.isfinite(hhar.load(tmp_path, chunk=100, features="statistics").x).all()
+    assert np.isfinite(hhar.load_hhar(tmp_path, chunk=100, features="statistics").x).all()
 
 
 def rows_with(change):
@@ -173,7 +174,7 @@ def test_damaged_files_are_named(tmp_path, damage):
     files, message = DAMAGES[damage]
     put(tmp_path, **{**both(), **files})
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        hhar.load(tmp_path)
+        hhar.load_hhar(tmp_path)
     assert "Delete this copy and unpack" in str(caught.value)
 
 
@@ -192,7 +193,7 @@ def test_options_are_checked(tmp_path, case):
     options, message = OPTIONS[case]
     put(tmp_path, **both())
     with pytest.raises(ValueError, match=re.escape(message)):
-        hhar.load(tmp_path, **options)
+        hhar.load_hhar(tmp_path, **options)
 
 
 def put_windows(root, **changes):
@@ -210,14 +211,14 @@ def put_windows(root, **changes):
 
 def test_windows_are_cut(tmp_path):
     path, x = put_windows(tmp_path)
-    assert hhar.SOURCE.find(tmp_path) == ("phone windows", path)
-    data = hhar.load(tmp_path, chunk=32)
+    assert SOURCES["hhar"].find(tmp_path) == ("phone windows", path)
+    data = hhar.load_hhar(tmp_path, chunk=32)
     np.testing.assert_array_equal(data.x.reshape(3, 128, 3), x.transpose(0, 2, 1))
     assert data.client.tolist() == ["i"] * 4 + ["a"] * 8
     assert data.y.tolist() == [5] * 4 + [0] * 4 + [2] * 4
     assert data.group is None
     put(tmp_path, **both())
-    assert hhar.SOURCE.find(tmp_path)[0] == "CSV files"
+    assert SOURCES["hhar"].find(tmp_path)[0] == "CSV files"
 
 
 WINDOWS = {
@@ -236,9 +237,9 @@ def test_wrong_windows_are_named(tmp_path, case):
     changes, options, message = WINDOWS[case]
     put_windows(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
-        hhar.load(tmp_path, **options)
+        hhar.load_hhar(tmp_path, **options)
 
 
 @pytest.mark.data
 def test_the_real_windows_are_cut(real):
-    assert len(hhar.load(real(hhar, "phone windows"), chunk=32).y) == 4 * 4436
+    assert len(hhar.load_hhar(real("hhar", "phone windows"), chunk=32).y) == 4 * 4436

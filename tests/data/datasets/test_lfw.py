@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_fcl.data.datasets import lfw
+from lightning_fcl.data.datasets.faces import load_lfw
+from lightning_fcl.data.datasets.files import SOURCES
 
 NPZ = "min35_gray_64x48.npz"
 # Not in alphabetical order, one of them without a family name.
@@ -62,8 +63,8 @@ def npz(**changes) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("place", ["lfw", "lfw/lfw", "lfw/lfw_funneled", "lfw_funneled", "."])
 def test_the_original_folders_are_cut_to_the_face_in_grey(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
-    assert lfw.SOURCE.find(tmp_path) == ("folders of images", folder)
-    data = lfw.load(tmp_path, min_faces=1, size=(125, 94), normalize="none")
+    assert SOURCES["lfw"].find(tmp_path) == ("folders of images", folder)
+    data = load_lfw(tmp_path, min_faces=1, size=(125, 94), normalize="none")
     assert data.x.shape == (6, 1, 125, 94)
     # Pillow's luma is rounded to whole numbers.
     np.testing.assert_allclose(data.x[:, 0] * 255, faces(), atol=0.51)
@@ -75,7 +76,7 @@ def test_the_original_folders_are_cut_to_the_face_in_grey(tmp_path, place, put):
 @pytest.mark.parametrize("size", [(64, 48), [62, 47], (20, 40), (150, 100)])
 def test_resizing_is_antialiased(tmp_path, size, put):
     put(tmp_path / "lfw", FILES)
-    data = lfw.load(tmp_path, min_faces=1, size=size, normalize="none")
+    data = load_lfw(tmp_path, min_faces=1, size=size, normalize="none")
     # Rounded to whole numbers after the luma, each direction of the filter, and in the filter's weights.
     np.testing.assert_allclose(data.x[:, 0] * 255, resized(faces(), tuple(size)), atol=2)
 
@@ -83,8 +84,8 @@ def test_resizing_is_antialiased(tmp_path, size, put):
 @pytest.mark.parametrize(("min_faces", "classes"), [(2, ("Bob_de_la_Cruz", "Zoe_Ray")), (3, ("Zoe_Ray",))])
 def test_people_with_few_images_are_left_out(tmp_path, min_faces, classes, put):
     put(tmp_path / "lfw", FILES)
-    everybody = lfw.load(tmp_path, min_faces=1)
-    data = lfw.load(tmp_path, min_faces=min_faces)
+    everybody = load_lfw(tmp_path, min_faces=1)
+    data = load_lfw(tmp_path, min_faces=min_faces)
     kept = np.isin(np.array(everybody.classes)[everybody.y], classes)
     np.testing.assert_array_equal(data.x, everybody.x[kept])
     assert data.classes == classes
@@ -97,25 +98,25 @@ def test_what_is_no_image_of_a_person_is_skipped(tmp_path, put):
     put(folder / "pairs.txt", b"10 300")
     put(folder / "Zoe_Ray" / "._Zoe_Ray_0001.jpg", b"left by a file manager")
     put(folder / "Zoe_Ray" / "Thumbs.db", b"left by a file manager")
-    data = lfw.load(tmp_path, min_faces=1)
+    data = load_lfw(tmp_path, min_faces=1)
     assert len(data.x) == 6 and "Nobody" not in data.classes
 
 
 @pytest.mark.parametrize("place", ["lfw", "."])
 def test_the_npz_file_is_read_as_it_is(tmp_path, place, put):
     path = put(tmp_path / place / NPZ, npz())
-    assert lfw.SOURCE.find(tmp_path) == ("npz file", path)
-    data = lfw.load(tmp_path, normalize="none")
+    assert SOURCES["lfw"].find(tmp_path) == ("npz file", path)
+    data = load_lfw(tmp_path, normalize="none")
     with np.load(path) as archive:
         np.testing.assert_allclose(data.x[:, 0], archive["X"] / 255, rtol=1e-6)
         np.testing.assert_array_equal(data.y, archive["y"])
     assert data.classes == ("Ann_Lee", "Bob_Ray", "Cy_Orr")
-    assert lfw.load(tmp_path, size=(32, 24)).x.shape == (111, 1, 32, 24)
+    assert load_lfw(tmp_path, size=(32, 24)).x.shape == (111, 1, 32, 24)
 
 
 def test_the_people_of_an_npz_file_are_chosen_and_sorted_by_name(tmp_path, put):
     path = put(tmp_path / NPZ, npz(names=np.array(["Cy_Orr", "Bob_Ray", "Ann_Lee"])))
-    data = lfw.load(tmp_path, min_faces=36, normalize="none")
+    data = load_lfw(tmp_path, min_faces=36, normalize="none")
     with np.load(path) as archive:
         kept = np.flatnonzero(archive["y"] != 1)
         np.testing.assert_allclose(data.x[:, 0], archive["X"][kept] / 255, rtol=1e-6)
@@ -127,10 +128,10 @@ def test_the_people_of_an_npz_file_are_chosen_and_sorted_by_name(tmp_path, put):
 def test_both_layouts_give_the_same_for_the_same_pixels(tmp_path, normalize, put):
     content = {f"Ann_Lee/Ann_Lee_{n:04d}.jpg": photograph(n) for n in range(1, 36)}
     put(tmp_path / "a" / "lfw", content)
-    pixels = lfw.load(tmp_path / "a", normalize="none").x[:, 0] * 255
+    pixels = load_lfw(tmp_path / "a", normalize="none").x[:, 0] * 255
     arrays = {"X": np.rint(pixels).astype(np.uint8), "y": np.zeros(35, int), "names": np.array(["Ann_Lee"])}
     put(tmp_path / "b" / NPZ, arrays)
-    one, other = (lfw.load(tmp_path / part, normalize=normalize) for part in "ab")
+    one, other = (load_lfw(tmp_path / part, normalize=normalize) for part in "ab")
     np.testing.assert_array_equal(one.x, other.x)
     np.testing.assert_array_equal(one.y, other.y)
     assert one.classes == other.classes
@@ -140,7 +141,7 @@ def test_original_images_go_before_the_npz_file(tmp_path, put):
     put(tmp_path / "lfw" / NPZ, npz())
     for place in ("lfw_funneled", "lfw", "lfw/lfw_funneled", "lfw/lfw"):
         folder = put(tmp_path / place, FILES)
-        assert lfw.SOURCE.find(tmp_path) == ("folders of images", folder)
+        assert SOURCES["lfw"].find(tmp_path) == ("folders of images", folder)
 
 
 def changed(content: bytes) -> dict[str, bytes]:
@@ -184,18 +185,18 @@ def test_damaged_images_are_named(tmp_path, damage, put, refused):
     content, message = DAMAGES[damage]
     folder = put(tmp_path / "lfw", changed(content))
     path = folder / "Zoe_Ray" / "Zoe_Ray_0002.jpg"
-    said = refused(lfw.load, tmp_path, min_faces=1)
+    said = refused(load_lfw, tmp_path, min_faces=1)
     assert said.startswith(f"Expected {path} to be a whole JPEG image") and message in said and REMEDY in said
 
 
 def test_people_left_out_are_not_read(tmp_path, put):
     put(tmp_path / "lfw", FILES | {"Abdullah/Abdullah_0001.jpg": b""})
-    assert len(lfw.load(tmp_path, min_faces=2).x) == 5
+    assert len(load_lfw(tmp_path, min_faces=2).x) == 5
 
 
 def test_a_grey_jpeg_is_taken(tmp_path, put):
     put(tmp_path / "lfw", changed(encoded(Image.new("L", (250, 250), 51))))
-    x = lfw.load(tmp_path, min_faces=1, normalize="none").x
+    x = load_lfw(tmp_path, min_faces=1, normalize="none").x
     np.testing.assert_allclose(x[4], 0.2, atol=1e-6)
 
 
@@ -214,14 +215,14 @@ NPZ_DAMAGES = {
 @pytest.mark.parametrize("damage", NPZ_DAMAGES)
 def test_damaged_npz_is_named(damage, damaged):
     changes, message = NPZ_DAMAGES[damage]
-    said = damaged(lfw, NPZ, npz(**changes))
+    said = damaged("lfw", NPZ, npz(**changes))
     assert message in said and REMEDY in said
 
 
 @pytest.mark.parametrize("min_faces", [0, -3])
 def test_wrong_min_faces(tmp_path, min_faces):
     with pytest.raises(ValueError, match=f"Expected `min_faces` to be at least 1 but got {min_faces}."):
-        lfw.load(tmp_path, min_faces=min_faces)
+        load_lfw(tmp_path, min_faces=min_faces)
 
 
 def test_the_npz_file_has_no_people_with_few_images(tmp_path, put):
@@ -231,7 +232,7 @@ def test_the_npz_file_has_no_people_with_few_images(tmp_path, put):
         "more, or run `lightning-fcl data fetch lfw`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        lfw.load(tmp_path, min_faces=34)
+        load_lfw(tmp_path, min_faces=34)
 
 
 def test_nobody_with_so_many_images(tmp_path, put):
@@ -243,35 +244,35 @@ def test_nobody_with_so_many_images(tmp_path, put):
     ):
         message = f"Expected `min_faces` to be at most {most}, but got {wanted}. Pass a smaller number."
         with pytest.raises(ValueError, match=re.escape(message)):
-            lfw.load(root, min_faces=wanted)
+            load_lfw(root, min_faces=wanted)
 
 
 def test_place_and_digest_are_those_of_scikit_learn():
     published = pytest.importorskip("sklearn.datasets._lfw").FUNNELED_ARCHIVE
-    assert (published.url, published.checksum) == (lfw.SOURCE.url, lfw.SOURCE.digest)
+    assert (published.url, published.checksum) == (SOURCES["lfw"].url, SOURCES["lfw"].digest)
 
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, publish, put):
-    _, asked = publish(lfw, "small.tgz", {f"lfw_funneled/{name}": content for name, content in FILES.items()})
+    _, asked = publish("lfw", "small.tgz", {f"lfw_funneled/{name}": content for name, content in FILES.items()})
     root = tmp_path / "data"
     put(root / "lfw" / NPZ, npz())
-    folder = lfw.SOURCE.fetch(root)
+    folder = SOURCES["lfw"].fetch(root)
     assert folder == root / "lfw" / "lfw_funneled"
     assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.jpg")} == FILES
     assert sorted(p.name for p in folder.parent.iterdir()) == ["lfw_funneled", NPZ]
-    assert lfw.load(root, min_faces=1).x.shape == (6, 1, 64, 48)
-    assert lfw.SOURCE.fetch(root) == folder
+    assert load_lfw(root, min_faces=1).x.shape == (6, 1, 64, 48)
+    assert SOURCES["lfw"].fetch(root) == folder
     assert asked == ["/small.tgz"]
 
 
 def test_fetch_takes_the_original_images_that_are_there(tmp_path, put):
     folder = put(tmp_path / "lfw", FILES)
-    assert lfw.SOURCE.fetch(tmp_path) == folder
+    assert SOURCES["lfw"].fetch(tmp_path) == folder
 
 
 @pytest.mark.data
 def test_the_real_faces(real):
-    data = lfw.load(real(lfw))
+    data = load_lfw(real("lfw"))
     assert data.x.shape == (2053, 1, 64, 48) and data.x.dtype == np.float32
     counts = dict(zip(data.classes, np.bincount(data.y).tolist(), strict=True))
     assert len(counts) == 24 and min(counts.values()) == 35
@@ -283,4 +284,4 @@ def test_the_real_faces(real):
     rows = data.x[:, 0, :, 8:40].mean(axis=(0, 2))
     assert rows[18:23].mean() < rows[28:33].mean() > rows[44:49].mean()
     famous = ("Colin_Powell", "Donald_Rumsfeld", "George_W_Bush", "Gerhard_Schroeder", "Tony_Blair")
-    assert lfw.load(real(lfw), min_faces=100).classes == famous
+    assert load_lfw(real("lfw"), min_faces=100).classes == famous

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_fcl.data.datasets import images, miniimagenet
+from lightning_fcl.data.datasets import images, photographs
+from lightning_fcl.data.datasets.files import SOURCES
 
 REMEDY = "Delete this copy and get the files again."
 # Classes of each list, not in order.
@@ -56,10 +57,10 @@ def pixels(names, size=32):
 def test_the_lists_and_images(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
     assert (
-        miniimagenet.SOURCE.find(tmp_path) == ("lists and images", folder)
-        and miniimagenet.SOURCE.fetch(tmp_path) == folder
+        SOURCES["miniimagenet"].find(tmp_path) == ("lists and images", folder)
+        and SOURCES["miniimagenet"].fetch(tmp_path) == folder
     )
-    data = miniimagenet.load(tmp_path, normalize="none")
+    data = photographs.load_miniimagenet(tmp_path, normalize="none")
     np.testing.assert_array_equal(data.x, pixels(name for name, _ in ROWS))
     assert data.classes == CLASSES
     assert [WNIDS[label] for label in data.y] == [wnid for _, wnid in ROWS]
@@ -113,7 +114,7 @@ def npz(root, **other):
 @pytest.mark.parametrize("layout", [as_new_lists, as_folders, as_folders_of_parts])
 def test_other_layouts_of_files(tmp_path, layout, put):
     rows = layout(put, tmp_path)
-    data = miniimagenet.load(tmp_path, size=20)
+    data = photographs.load_miniimagenet(tmp_path, size=20)
     np.testing.assert_array_equal(data.x, pixels((name for name, _ in rows), 20))
     assert data.classes == CLASSES and [WNIDS[label] for label in data.y] == [wnid for _, wnid in rows]
     official = [name in dict(ROWS[::3]) for name, _ in rows] if layout is as_new_lists else None
@@ -122,7 +123,7 @@ def test_other_layouts_of_files(tmp_path, layout, put):
 
 def test_the_npz_file(tmp_path):
     npz(tmp_path)
-    data = miniimagenet.load(tmp_path, size=64)
+    data = photographs.load_miniimagenet(tmp_path, size=64)
     np.testing.assert_array_equal(data.x, pixels((name for name, _ in ROWS), 64))
     assert data.classes == CLASSES and [WNIDS[label] for label in data.y] == [wnid for _, wnid in ROWS]
     assert data.official_test.tolist() == [n % 3 == 0 for n in range(len(ROWS))]
@@ -133,13 +134,13 @@ def test_a_wrong_npz_file_is_named(tmp_path, refused):
     bounds = f"to cut the {offsets[-1]} bytes of `webp` into {len(ROWS)} images but got"
     for wrong in (offsets[:-1], offsets + 1, offsets[[0, 2, 1, *range(3, len(offsets))]]):
         npz(tmp_path, offsets=wrong)
-        assert bounds in refused(miniimagenet.load, tmp_path)
+        assert bounds in refused(photographs.load_miniimagenet, tmp_path)
     npz(tmp_path, offsets=np.array([0, 9, *offsets[2:]]))
     assert f"images.npz/{ROWS[0][0].removesuffix('.jpg')}.webp to be a whole WEBP image" in refused(
-        miniimagenet.load, tmp_path
+        photographs.load_miniimagenet, tmp_path
     )
     npz(tmp_path, wnids=np.array(WNIDS[:-1]))
-    assert "Expected `y` of " in refused(miniimagenet.load, tmp_path)
+    assert "Expected `y` of " in refused(photographs.load_miniimagenet, tmp_path)
 
 
 def test_images_are_resized_once(tmp_path, cache, put, monkeypatch):
@@ -147,15 +148,15 @@ def test_images_are_resized_once(tmp_path, cache, put, monkeypatch):
     monkeypatch.setattr(
         images, "_resized", lambda image, size, plain=images._resized: read.append(0) or plain(image, size)
     )
-    first = miniimagenet.load(tmp_path)
+    first = photographs.load_miniimagenet(tmp_path)
     assert len(read) == len(ROWS) and len([*cache.glob("images/*")]) == 1
-    np.testing.assert_array_equal(miniimagenet.load(tmp_path, normalize="none").x, first.x)
+    np.testing.assert_array_equal(photographs.load_miniimagenet(tmp_path, normalize="none").x, first.x)
     assert len(read) == len(ROWS)
     put(folder / "images" / ROWS[0][0], jpeg(99))
-    assert not np.array_equal(miniimagenet.load(tmp_path).x[0], first.x[0])
+    assert not np.array_equal(photographs.load_miniimagenet(tmp_path).x[0], first.x[0])
     for broken in cache.glob("images/*"):
         broken.write_bytes(b"")
-    np.testing.assert_array_equal(miniimagenet.load(tmp_path).x[1:], first.x[1:])
+    np.testing.assert_array_equal(photographs.load_miniimagenet(tmp_path).x[1:], first.x[1:])
 
 
 WRONG = {
@@ -172,7 +173,7 @@ WRONG = {
 def test_wrong_lists_are_named(tmp_path, case, put, refused):
     content, message = WRONG[case]
     path = put(put(tmp_path, FILES) / "val.csv", content.encode())
-    said = refused(miniimagenet.load, tmp_path)
+    said = refused(photographs.load_miniimagenet, tmp_path)
     assert message in said and str(path) in said and REMEDY in said
 
 
@@ -180,7 +181,7 @@ def test_wrong_lists_are_named(tmp_path, case, put, refused):
 def test_damaged_and_missing_images_are_named(tmp_path, content, put, refused):
     path = put(tmp_path, FILES) / "images" / ROWS[-1][0]
     put(path, content) if content is not None else path.unlink()
-    said = refused(miniimagenet.load, tmp_path, error=FileNotFoundError if content is None else ValueError)
+    said = refused(photographs.load_miniimagenet, tmp_path, error=FileNotFoundError if content is None else ValueError)
     assert f"Expected the file {path} but" in said or f"Expected {path} to be a whole JPEG image but got: " in said
 
 
@@ -188,7 +189,7 @@ def test_the_lists_of_ravi_and_larochelle_are_read(tmp_path):
     """As Avalanche carries them."""
     package = pytest.importorskip("avalanche.benchmarks.datasets.mini_imagenet.mini_imagenet")
     folder = Path(package.__file__).parent / "csv_files"
-    rows = {part: miniimagenet._listed(folder / f"{part}.csv") for part in PARTS}
+    rows = {part: photographs._listed(folder / f"{part}.csv") for part in PARTS}
     assert {part: len(own) for part, own in rows.items()} == {"train": 38400, "val": 9600, "test": 12000}
     classes = {part: {wnid for _, wnid in own} for part, own in rows.items()}
     assert {part: len(own) for part, own in classes.items()} == {"train": 64, "val": 16, "test": 20}

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.data.datasets import orl
+from lightning_fcl.data.datasets import faces
+from lightning_fcl.data.datasets.files import SOURCES
 
 REMEDY = "Delete this copy and get the file again."
 # Two people whose numbers sort otherwise as text, the first of whom has ten images.
@@ -36,8 +37,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_pixels(tmp_path, layout, put):
-    assert LAYOUTS[layout](put, tmp_path) == orl.SOURCE.find(tmp_path)
-    data = orl.load(tmp_path, size=None, normalize="none")
+    assert LAYOUTS[layout](put, tmp_path) == SOURCES["orl"].find(tmp_path)
+    data = faces.load_orl(tmp_path, size=None, normalize="none")
     np.testing.assert_allclose(data.x[:, 0], PIXELS / 255, rtol=1e-6)
     assert data.x.shape == (12, 1, 112, 92) and data.x.dtype == np.float32
     assert data.y.tolist() == [0] * 10 + [1] * 2
@@ -50,7 +51,7 @@ def test_every_layout_gives_the_pixels(tmp_path, layout, put):
 def test_both_layouts_are_alike(tmp_path, size, normalize, put):
     put(tmp_path / "a" / "orl", FILES)
     put(tmp_path / "b" / "orl" / "faces.npz", npz())
-    one, other = (orl.load(tmp_path / part, size=size, normalize=normalize) for part in "ab")
+    one, other = (faces.load_orl(tmp_path / part, size=size, normalize=normalize) for part in "ab")
     np.testing.assert_array_equal(one.x, other.x)
     np.testing.assert_array_equal(one.y, other.y)
     assert one.classes == other.classes
@@ -65,7 +66,7 @@ def test_the_middle_part_is_resized_with_antialiasing(tmp_path, size, put):
     # Away from black and white, where Pillow clips between the two directions of its filter.
     pixels = 64 + PIXELS // 2
     put(tmp_path / "faces.npz", npz(X=pixels))
-    data = orl.load(tmp_path, size=size, normalize="none")
+    data = faces.load_orl(tmp_path, size=size, normalize="none")
     part = torch.from_numpy(pixels[:, *PARTS[size]].astype(np.float64))[:, None]
     wanted = torch.nn.functional.interpolate(part, size, mode="bicubic", antialias=True, align_corners=False)
     # Rounded to whole numbers after each direction of the filter, and in the filter's weights.
@@ -75,13 +76,13 @@ def test_the_middle_part_is_resized_with_antialiasing(tmp_path, size, put):
 @pytest.mark.parametrize(("size", "part"), [((112, 84), np.s_[:, :, 4:88]), ([92, 92], np.s_[:, 10:102])])
 def test_a_part_of_the_wanted_size_is_not_resized(tmp_path, size, part, put):
     put(tmp_path / "faces.npz", npz())
-    x = orl.load(tmp_path, size=size, normalize="none").x
+    x = faces.load_orl(tmp_path, size=size, normalize="none").x
     np.testing.assert_allclose(x[:, 0], PIXELS[part] / 255, rtol=1e-6)
 
 
 def test_a_long_thin_size_keeps_at_least_a_line(tmp_path, put):
     put(tmp_path / "faces.npz", npz())
-    x = orl.load(tmp_path, size=(1, 400), normalize="none").x
+    x = faces.load_orl(tmp_path, size=(1, 400), normalize="none").x
     assert x.shape == (12, 1, 1, 400)
     # Row 55, the first pixel of which stands four times.
     np.testing.assert_allclose(x[:, 0, 0, 0] * 255, PIXELS[:, 55, 0], atol=30)
@@ -91,7 +92,7 @@ def test_normalize_image_is_the_z_score_of_each_image(tmp_path, put):
     pixels = PIXELS.copy()
     pixels[7] = 33
     put(tmp_path / "faces.npz", npz(X=pixels))
-    scaled = orl.load(tmp_path, size=None).x[:, 0]
+    scaled = faces.load_orl(tmp_path, size=None).x[:, 0]
     mean = pixels.mean(axis=(1, 2), keepdims=True)
     deviation = pixels.std(axis=(1, 2), keepdims=True)
     deviation[7] = 1
@@ -105,7 +106,7 @@ def test_what_is_no_image_of_a_person_is_skipped(tmp_path, put):
     put(folder / "README", b"The files are in PGM format")
     put(folder / "s2" / "._1.pgm", b"left by a file manager")
     put(folder / "spare" / "1.pgm", pgm(PIXELS[0]))
-    data = orl.load(tmp_path)
+    data = faces.load_orl(tmp_path)
     assert len(data.x) == 12 and data.classes == ("s2", "s10")
 
 
@@ -113,7 +114,7 @@ def test_original_images_go_before_the_npz_file(tmp_path, put):
     put(tmp_path / "orl" / "faces.npz", npz())
     for place in reversed(["orl/orl_faces", "orl/att_faces", "orl_faces", "att_faces", "orl"]):
         folder = put(tmp_path / place, FILES)
-        assert orl.SOURCE.find(tmp_path) == ("folders of images", folder)
+        assert SOURCES["orl"].find(tmp_path) == ("folders of images", folder)
 
 
 DAMAGES = {
@@ -130,7 +131,7 @@ DAMAGES = {
 def test_damaged_images_are_named(tmp_path, damage, put, refused):
     content, message = DAMAGES[damage]
     path = put(put(tmp_path / "orl", FILES) / "s2" / "3.pgm", content)
-    said = refused(orl.load, tmp_path)
+    said = refused(faces.load_orl, tmp_path)
     assert message in said and said.startswith(f"Expected {path} to be ") and REMEDY in said
 
 
@@ -143,25 +144,25 @@ NPZ_DAMAGES = {
 @pytest.mark.parametrize("damage", NPZ_DAMAGES)
 def test_damaged_npz_is_named(damage, damaged):
     changes, message = NPZ_DAMAGES[damage]
-    said = damaged(orl, "faces.npz", npz(**changes))
+    said = damaged("orl", "faces.npz", npz(**changes))
     assert message in said and REMEDY in said
 
 
 def test_fetch_gives_what_is_there(tmp_path, put):
     path = put(tmp_path / "orl" / "faces.npz", npz())
-    assert orl.SOURCE.fetch(tmp_path) == path
+    assert SOURCES["orl"].fetch(tmp_path) == path
     folder = put(tmp_path / "orl", FILES)
-    assert orl.SOURCE.fetch(tmp_path) == folder
+    assert SOURCES["orl"].fetch(tmp_path) == folder
 
 
 @pytest.mark.data
 def test_the_real_faces(real):
-    data = orl.load(real(orl))
+    data = faces.load_orl(real("orl"))
     assert data.x.shape == (400, 1, 64, 48)
     assert np.bincount(data.y).tolist() == [10] * 40
     assert data.classes == tuple(f"s{person}" for person in range(1, 41))
     np.testing.assert_allclose(data.x.std(axis=(1, 2, 3), dtype=np.float64), 1, atol=1e-5)
-    assert orl.load(real(orl), size=None).x.shape == (400, 1, 112, 92)
+    assert faces.load_orl(real("orl"), size=None).x.shape == (400, 1, 112, 92)
     # People look like themselves: with five images each as examples, the nearest neighbour knows nearly all others.
     flat, odd = data.x.reshape(400, -1), np.arange(400) % 2 == 1
     distance = (flat[odd] ** 2).sum(1)[:, None] + (flat[~odd] ** 2).sum(1) - 2 * flat[odd] @ flat[~odd].T

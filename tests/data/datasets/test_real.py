@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from lightning_fcl.data.datasets import hhar, ucihar, wesad
+from lightning_fcl.data.datasets import load_dataset
 
 KNOWN = {
-    "hhar": (hhar, "phone windows", (4436, 128, 3), [854, 630, 733, 736, 648, 835], list("abcdefghi")),
-    "ucihar": (ucihar, None, (10299, 6, 128), [1722, 1544, 1406, 1777, 1906, 1944], list(range(1, 31))),
+    "hhar": ("phone windows", (4436, 128, 3), [854, 630, 733, 736, 648, 835], list("abcdefghi")),
+    "ucihar": (None, (10299, 6, 128), [1722, 1544, 1406, 1777, 1906, 1944], list(range(1, 31))),
     "wesad": (
-        wesad,
         "wrist streams",
         (44958, 32, 6),
         [17611, 9966, 5575, 11806],
@@ -22,8 +21,8 @@ KNOWN = {
 @pytest.mark.data
 @pytest.mark.parametrize("name", KNOWN)
 def test_shape_labels_and_clients(real, name):
-    module, layout, shape, labels, clients = KNOWN[name]
-    data = module.load(real(module, layout))
+    layout, shape, labels, clients = KNOWN[name]
+    data = load_dataset(name, real(name, layout))
     assert data.x.shape == shape
     assert np.bincount(data.y).tolist() == labels
     assert np.unique(data.client).tolist() == clients

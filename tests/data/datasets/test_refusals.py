@@ -1,11 +1,11 @@
 """What every data set refuses alike: options that cannot be, and a folder in which there is nothing of it."""
 
-import importlib
 import re
 
 import pytest
 
 from lightning_fcl.data import datasets
+from lightning_fcl.data.datasets.files import SOURCES
 
 RUN = "Run `lightning-fcl data fetch {name}`, or"
 HAND = "Download the archive by hand from"
@@ -69,8 +69,8 @@ def test_nothing_there_says_what_to_do(tmp_path, name):
         f"Expected {title} below `root` but found nothing in {tmp_path}. {advice.format(name=name, root=tmp_path)} "
         f"point LIGHTNING_FCL_DATA at the folder that holds {holds}."
     )
-    source = importlib.import_module(f"lightning_fcl.data.datasets.{name}").SOURCE
-    calls = [datasets.load, datasets.check, lambda _, root: source.find(root)]
+    source = SOURCES[name]
+    calls = [datasets.load_dataset, datasets.check, lambda _, root: source.find(root)]
     if not source.digest:
         calls.append(datasets.fetch)
     for call in calls:
@@ -124,4 +124,4 @@ OPTIONS = [
 @pytest.mark.parametrize(("name", "options", "message"), OPTIONS)
 def test_options_are_checked_before_files_are_looked_for(tmp_path, name, options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        datasets.load(name, tmp_path, **options)
+        datasets.load_dataset(name, tmp_path, **options)

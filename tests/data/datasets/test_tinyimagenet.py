@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_fcl.data.datasets import tinyimagenet
+from lightning_fcl.data.datasets import photographs
+from lightning_fcl.data.datasets.files import SOURCES
 
 REMEDY = "Delete this copy and run `lightning-fcl data fetch tinyimagenet`."
 # In the order of the original's wnids.txt, which is not sorted; two cranes, and one class without a name.
@@ -71,8 +72,8 @@ PLACES = ["tinyimagenet/tiny-imagenet-200", "tiny-imagenet-200", "tinyimagenet",
 @pytest.mark.parametrize("place", PLACES)
 def test_the_original_folder(tmp_path, place, put):
     folder = put(tmp_path / place, FILES)
-    assert tinyimagenet.SOURCE.find(tmp_path) == ("folder of images", folder)
-    data = tinyimagenet.load(tmp_path, size=64, normalize="none")
+    assert SOURCES["tinyimagenet"].find(tmp_path) == ("folder of images", folder)
+    data = photographs.load_tinyimagenet(tmp_path, size=64, normalize="none")
     assert data.x.dtype == np.uint8 and data.samples().dtype == np.float32
     np.testing.assert_array_equal(data.x, PIXELS.transpose(0, 3, 1, 2))
     np.testing.assert_allclose(data.samples(), PIXELS.transpose(0, 3, 1, 2) / 255, rtol=1e-6)
@@ -85,8 +86,8 @@ def test_the_original_folder(tmp_path, place, put):
 @pytest.mark.parametrize("place", ["tinyimagenet32", "tinyimagenet", "."])
 def test_the_npz_file(tmp_path, place, put):
     path = put(tmp_path / place / "100classes.npz", npz())
-    assert tinyimagenet.SOURCE.find(tmp_path) == ("npz file", path)
-    data = tinyimagenet.load(tmp_path)
+    assert SOURCES["tinyimagenet"].find(tmp_path) == ("npz file", path)
+    data = photographs.load_tinyimagenet(tmp_path)
     arrays = np.load(path)
     np.testing.assert_array_equal(data.x, np.concatenate([arrays["X_train"], arrays["X_val"]]).transpose(0, 3, 1, 2))
     assert data.y.tolist() == [0, 0, 1, 1, 2, 2, 2, 0, 1] and data.official_test.tolist() == [False] * 6 + [True] * 3
@@ -96,13 +97,13 @@ def test_the_npz_file(tmp_path, place, put):
 def test_the_original_images_go_before_the_npz_file(tmp_path, put):
     put(tmp_path / "tinyimagenet32" / "100classes.npz", npz())
     folder = put(tmp_path / "tinyimagenet" / "tiny-imagenet-200", FILES)
-    assert tinyimagenet.SOURCE.find(tmp_path) == ("folder of images", folder)
+    assert SOURCES["tinyimagenet"].find(tmp_path) == ("folder of images", folder)
 
 
 @pytest.mark.parametrize("size", [32, 48, 80])
 def test_resizing_is_antialiased(tmp_path, size, put):
     put(tmp_path, FILES)
-    pixels = tinyimagenet.load(tmp_path, size=size).x
+    pixels = photographs.load_tinyimagenet(tmp_path, size=size).x
     wanted = torch.nn.functional.interpolate(
         torch.from_numpy(PIXELS.astype(np.float64)).permute(0, 3, 1, 2), (size, size), mode="bicubic", antialias=True
     ).clamp(0, 255)
@@ -114,7 +115,7 @@ def test_resizing_is_antialiased(tmp_path, size, put):
 
 def test_normalize_channel_is_the_z_score_of_the_training_images(tmp_path, put):
     put(tmp_path, FILES)
-    data = tinyimagenet.load(tmp_path, normalize="channel")
+    data = photographs.load_tinyimagenet(tmp_path, normalize="channel")
     training = data.x[~data.official_test].astype(np.float64)
     mean, std = training.mean(axis=(0, 2, 3), keepdims=True), training.std(axis=(0, 2, 3), keepdims=True)
     np.testing.assert_allclose(data.samples(), (data.x - mean) / std, atol=1e-5)
@@ -123,7 +124,7 @@ def test_normalize_channel_is_the_z_score_of_the_training_images(tmp_path, put):
 def test_normalize_imagenet_is_that_of_torchvision(tmp_path, put):
     put(tmp_path, FILES)
     transforms = pytest.importorskip("torchvision.transforms.functional")
-    data = tinyimagenet.load(tmp_path)
+    data = photographs.load_tinyimagenet(tmp_path)
     wanted = transforms.normalize(
         torch.from_numpy(data.x).float() / 255, mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]
     )
@@ -132,7 +133,7 @@ def test_normalize_imagenet_is_that_of_torchvision(tmp_path, put):
 
 def test_a_constant_channel_is_only_centred(tmp_path, put):
     put(tmp_path / "100classes.npz", npz(X_train=np.full((6, 32, 32, 3), 7, np.uint8)))
-    data = tinyimagenet.load(tmp_path, normalize="channel")
+    data = photographs.load_tinyimagenet(tmp_path, normalize="channel")
     assert not data.samples(~data.official_test).any() and np.isfinite(data.samples()).all()
 
 
@@ -150,7 +151,7 @@ DAMAGES = {
 def test_damaged_images_are_named(tmp_path, damage, name, put, refused):
     content, message = DAMAGES[damage]
     path = put(put(tmp_path, FILES) / name, content)
-    said = refused(tinyimagenet.load, tmp_path)
+    said = refused(photographs.load_tinyimagenet, tmp_path)
     assert message in said and said.startswith(f"Expected {path} to be ")
 
 
@@ -158,7 +159,7 @@ def test_a_missing_image_of_the_validation_set(tmp_path, put):
     path = put(tmp_path, FILES) / "val/images/val_2.JPEG"
     path.unlink()
     with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file {path} but it is missing. Delete")):
-        tinyimagenet.load(tmp_path)
+        photographs.load_tinyimagenet(tmp_path)
 
 
 @pytest.mark.parametrize(("removed", "left"), [(range(8, 12), 8), (range(12), 0)])
@@ -171,7 +172,7 @@ def test_half_an_unpacked_archive(tmp_path, removed, left, put):
         f"unpacked. {REMEDY}"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        tinyimagenet.load(tmp_path)
+        photographs.load_tinyimagenet(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["words.txt", "val/val_annotations.txt"])
@@ -184,7 +185,7 @@ def test_texts_that_are_missing_empty_or_no_text(tmp_path, name, put):
     ):
         put(path, content) if content is not None else path.unlink()
         with pytest.raises(kind, match=re.escape(message)):
-            tinyimagenet.load(tmp_path)
+            photographs.load_tinyimagenet(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["val_1.JPEG\tn00000001\t0\t0\t1\t1", "../val_1.JPEG\tn01443537\t0", "val_1.JPEG"])
@@ -193,7 +194,7 @@ def test_wrong_annotations_are_named(tmp_path, line, put):
     put(path, f"val_0.JPEG\tn01443537\t0\t0\t1\t1\n{line}\n".encode())
     message = re.escape(f"Expected {path} to name images and their classes but got: ")
     with pytest.raises(ValueError, match=f"{message}.*{re.escape(REMEDY)}"):
-        tinyimagenet.load(tmp_path)
+        photographs.load_tinyimagenet(tmp_path)
 
 
 NPZ_DAMAGES = {
@@ -206,28 +207,28 @@ NPZ_DAMAGES = {
 @pytest.mark.parametrize("damage", NPZ_DAMAGES)
 def test_damaged_npz_is_named(damage, damaged):
     changes, message = NPZ_DAMAGES[damage]
-    said = damaged(tinyimagenet, "100classes.npz", npz(**changes))
+    said = damaged("tinyimagenet", "100classes.npz", npz(**changes))
     assert message in said
 
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, publish, put):
     files = {f"tiny-imagenet-200/{name}": content for name, content in FILES.items()}
-    _, asked = publish(tinyimagenet, "small.zip", files)
+    _, asked = publish("tinyimagenet", "small.zip", files)
     root = tmp_path / "data"
     put(root / "tinyimagenet32" / "100classes.npz", npz())
-    folder = tinyimagenet.SOURCE.fetch(root)
+    folder = SOURCES["tinyimagenet"].fetch(root)
     assert folder == root / "tinyimagenet" / "tiny-imagenet-200"
     assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == FILES
     assert [p.name for p in folder.parent.iterdir()] == ["tiny-imagenet-200"]
-    assert len(tinyimagenet.load(root).x) == 52
-    assert tinyimagenet.SOURCE.fetch(root) == folder
+    assert len(photographs.load_tinyimagenet(root).x) == 52
+    assert SOURCES["tinyimagenet"].fetch(root) == folder
     assert asked == ["/small.zip"]
 
 
 @pytest.mark.seconds
 @pytest.mark.data
 def test_the_real_photographs(real):
-    data = tinyimagenet.load(real(tinyimagenet, "npz file"), normalize="channel")
+    data = photographs.load_tinyimagenet(real("tinyimagenet", "npz file"), normalize="channel")
     assert data.x.shape == (17000, 3, 32, 32) and len(set(data.classes)) == 100
     assert np.bincount(data.y[~data.official_test]).tolist() == [120] * 100
     assert np.bincount(data.y[data.official_test]).tolist() == [50] * 100

@@ -8,7 +8,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from lightning_fcl.data.datasets import ucihar
+from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.data.datasets.sensors import load_ucihar
 
 FOLDER = "UCI HAR Dataset"
 OUTER = "human+activity+recognition+using+smartphones.zip"
@@ -93,7 +94,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_printed_numbers(tmp_path, layout, put):
     LAYOUTS[layout](put, tmp_path)
-    data = ucihar.load(tmp_path, standardize=None)
+    data = load_ucihar(tmp_path, standardize=None)
     np.testing.assert_array_equal(data.x, expected(["total_acc", "body_gyro"]))
     assert data.x.dtype == np.float32
     assert data.y.tolist() == [4, 4, 0, 1, 5, 2, 3, 3]
@@ -105,27 +106,27 @@ def test_every_layout_gives_the_printed_numbers(tmp_path, layout, put):
 @pytest.mark.parametrize("layout", ["npz", "folder", "zip"])
 def test_sensors_come_in_the_order_asked_for(tmp_path, layout, put):
     LAYOUTS[layout](put, tmp_path)
-    data = ucihar.load(tmp_path, sensors=("gyro", "body_acc", "total_acc"), standardize=None)
+    data = load_ucihar(tmp_path, sensors=("gyro", "body_acc", "total_acc"), standardize=None)
     np.testing.assert_array_equal(data.x, expected(["body_gyro", "body_acc", "total_acc"]))
 
 
 def test_layouts_are_found_in_the_documented_order(tmp_path, put):
     put(tmp_path / OUTER, zipped({f"{FOLDER}.zip": zipped(original())}, ""))
-    assert ucihar.SOURCE.find(tmp_path) == ("zip file", tmp_path / OUTER)
+    assert SOURCES["ucihar"].find(tmp_path) == ("zip file", tmp_path / OUTER)
     put(tmp_path / f"{FOLDER}.zip", zipped(original()))
-    assert ucihar.SOURCE.find(tmp_path) == ("zip file", tmp_path / f"{FOLDER}.zip")
+    assert SOURCES["ucihar"].find(tmp_path) == ("zip file", tmp_path / f"{FOLDER}.zip")
     put(tmp_path / FOLDER, original())
-    assert ucihar.SOURCE.find(tmp_path) == ("folder", tmp_path / FOLDER)
+    assert SOURCES["ucihar"].find(tmp_path) == ("folder", tmp_path / FOLDER)
     put(tmp_path / "inertial.npz", npz())
-    assert ucihar.SOURCE.find(tmp_path) == ("npz file", tmp_path / "inertial.npz")
+    assert SOURCES["ucihar"].find(tmp_path) == ("npz file", tmp_path / "inertial.npz")
     put(tmp_path / "ucihar" / "inertial.npz", npz())
-    assert ucihar.SOURCE.find(tmp_path) == ("npz file", tmp_path / "ucihar" / "inertial.npz")
+    assert SOURCES["ucihar"].find(tmp_path) == ("npz file", tmp_path / "ucihar" / "inertial.npz")
 
 
 def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path, put):
     put(tmp_path / "inertial.npz", npz(X=expected(["body_acc", "body_gyro", "total_acc"]) * 3 + 1))
-    raw = ucihar.load(tmp_path, standardize=None).x.astype(np.float64)
-    scaled = ucihar.load(tmp_path).x
+    raw = load_ucihar(tmp_path, standardize=None).x.astype(np.float64)
+    scaled = load_ucihar(tmp_path).x
     for sensor in (slice(0, 3), slice(3, 6)):
         flat = raw[:, sensor].ravel()
         wanted = (raw[:, sensor] - flat.sum() / flat.size) / np.sqrt(((flat - flat.sum() / flat.size) ** 2).mean())
@@ -136,7 +137,7 @@ def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path,
 
 def test_standardize_channel_scales_each_axis(tmp_path, put):
     put(tmp_path / "inertial.npz", npz())
-    scaled = ucihar.load(tmp_path, standardize="channel").x.astype(np.float64)
+    scaled = load_ucihar(tmp_path, standardize="channel").x.astype(np.float64)
     np.testing.assert_allclose(scaled.mean(axis=(0, 2)), np.zeros(6), atol=1e-6)
     np.testing.assert_allclose(scaled.std(axis=(0, 2)), np.ones(6), atol=1e-6)
 
@@ -145,7 +146,7 @@ def test_a_constant_sensor_becomes_zero(tmp_path, put):
     windows = expected(["body_acc", "body_gyro", "total_acc"])
     windows[:, 6:] = 0.1
     put(tmp_path / "inertial.npz", npz(X=windows))
-    data = ucihar.load(tmp_path)
+    data = load_ucihar(tmp_path)
     np.testing.assert_allclose(data.x[:, :3], 0, atol=1e-7)
     assert data.x[:, 3:].std() == pytest.approx(1, abs=1e-5)
 
@@ -183,14 +184,14 @@ DAMAGES = {
 def test_damaged_files_are_named(tmp_path, damage, put, refused):
     name, edit, message = DAMAGES[damage]
     put(tmp_path / FOLDER, edited(name, edit))
-    said = refused(ucihar.load, tmp_path)
+    said = refused(load_ucihar, tmp_path)
     assert said.startswith(f"Expected {tmp_path / FOLDER / name} to ") and message in said and REMEDY in said
 
 
 def test_what_is_not_finite_is_refused(tmp_path, put, refused):
     put(tmp_path / FOLDER, edited(SIGNAL, lambda lines: [b" nan" * 128 + b"\n", *lines[1:]]))
     assert "Expected `x` to be finite but got 128 NaN or infinite values of 768 in sample 0" in refused(
-        ucihar.load, tmp_path
+        load_ucihar, tmp_path
     )
 
 
@@ -202,14 +203,14 @@ def test_missing_files_are_named(tmp_path, name, put):
     for root, place in ((tmp_path / "a", tmp_path / "a" / FOLDER), (tmp_path / "b", path / FOLDER)):
         message = f"Expected the file {place / name} but it is missing. {REMEDY}"
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
-            ucihar.load(root)
+            load_ucihar(root)
 
 
 def test_sensors_not_asked_for_need_no_files(tmp_path, put):
     put(tmp_path / FOLDER, {name: content for name, content in original().items() if "body_acc" not in name})
-    assert ucihar.load(tmp_path).x.shape == (8, 6, 128)
+    assert load_ucihar(tmp_path).x.shape == (8, 6, 128)
     with pytest.raises(FileNotFoundError, match="body_acc_x_train"):
-        ucihar.load(tmp_path, sensors=["body_acc"])
+        load_ucihar(tmp_path, sensors=["body_acc"])
 
 
 def test_a_truncated_zip_is_named(tmp_path, put):
@@ -218,7 +219,7 @@ def test_a_truncated_zip_is_named(tmp_path, put):
     with pytest.raises(
         ValueError, match=re.escape(f"Expected {path} to be a sound zip file but got: File is not a zip")
     ):
-        ucihar.load(tmp_path)
+        load_ucihar(tmp_path)
 
 
 def test_a_zip_with_a_flipped_byte_is_named(tmp_path, put, refused):
@@ -226,7 +227,7 @@ def test_a_zip_with_a_flipped_byte_is_named(tmp_path, put, refused):
     with zipfile.ZipFile(io.BytesIO(bytes(content))) as archive:
         content[archive.getinfo(f"{FOLDER}/{SIGNAL}").header_offset + 2000] ^= 0xFF
     path = put(tmp_path / f"{FOLDER}.zip", bytes(content))
-    said = refused(ucihar.load, tmp_path)
+    said = refused(load_ucihar, tmp_path)
     assert said.startswith(f"Expected {path / FOLDER / SIGNAL} to have 128 values in each") and REMEDY in said
 
 
@@ -246,7 +247,7 @@ NPZ_DAMAGES = {
 @pytest.mark.parametrize("damage", NPZ_DAMAGES)
 def test_damaged_npz_is_named(damage, damaged):
     changes, message = NPZ_DAMAGES[damage]
-    said = damaged(ucihar, "inertial.npz", npz(**changes))
+    said = damaged("ucihar", "inertial.npz", npz(**changes))
     assert message in said and REMEDY in said
 
 
@@ -260,7 +261,7 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content, put, refused):
     flipped[5000] ^= 0xFF
     kinds = {"text": b"hello", "half": whole[: len(whole) // 2], "npy": buffer.getvalue()}
     path.write_bytes(kinds.get(content, bytes(flipped)))
-    said = refused(ucihar.load, tmp_path)
+    said = refused(load_ucihar, tmp_path)
     assert f"Expected {path} to be a sound npz file without pickles" in said and REMEDY in said
 
 
@@ -268,30 +269,30 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content, put, refused):
 def test_wrong_sensors(tmp_path, sensors):
     message = f"Expected `sensors` to be different names among body_acc, gyro, total_acc but got {sensors!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
-        ucihar.load(tmp_path, sensors=sensors)
+        load_ucihar(tmp_path, sensors=sensors)
 
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
-    archive, asked = publish(ucihar, "small.zip", {f"{FOLDER}.zip": zipped(original())})
+    archive, asked = publish("ucihar", "small.zip", {f"{FOLDER}.zip": zipped(original())})
     root = tmp_path / "data"
-    path = ucihar.SOURCE.fetch(root)
+    path = SOURCES["ucihar"].fetch(root)
     assert path == root / "ucihar" / OUTER
     assert path.read_bytes() == archive.read_bytes()
-    np.testing.assert_array_equal(ucihar.load(root, standardize=None).x, expected(["total_acc", "body_gyro"]))
-    assert ucihar.SOURCE.fetch(root) == path
+    np.testing.assert_array_equal(load_ucihar(root, standardize=None).x, expected(["total_acc", "body_gyro"]))
+    assert SOURCES["ucihar"].fetch(root) == path
     assert asked == ["/small.zip"]
 
 
 @pytest.mark.seconds
 @pytest.mark.data
 def test_the_real_data_have_the_published_split_and_scale(real):
-    data = ucihar.load(real(ucihar))
+    data = load_ucihar(real("ucihar"))
     assert int(data.official_test.sum()) == 2947
     assert not set(data.client[data.official_test]) & set(data.client[~data.official_test])
     for sensor in (data.x[:, :3], data.x[:, 3:]):
         assert sensor.mean(dtype=np.float64) == pytest.approx(0, abs=1e-6)
         assert sensor.std(dtype=np.float64) == pytest.approx(1, abs=1e-6)
     # Gravity is in total_acc and not in body_acc: lying and walking people differ in the mean of the x axis.
-    raw = ucihar.load(sensors=("total_acc", "body_acc"), standardize=None)
+    raw = load_ucihar(sensors=("total_acc", "body_acc"), standardize=None)
     assert raw.x[raw.y == 0, 0].mean() > 0.8 > 0.3 > raw.x[raw.y == 5, 0].mean()
     assert abs(raw.x[:, 3:].mean()) < 0.05

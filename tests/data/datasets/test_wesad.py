@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_fcl.data.datasets import files, wesad
+from lightning_fcl.data.datasets import files, sensors
+from lightning_fcl.data.datasets.files import SOURCES
 
 SECONDS = 60
 RATES = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
@@ -64,7 +65,7 @@ def test_the_wrist_of_pickles_and_streams(tmp_path, layout):
         put_stream(tmp_path, subject) if layout == "stream" else put_pickle(
             tmp_path, subject, protocol=2 if layout == "pickle" else 4
         )
-    data = wesad.load(tmp_path, chunk=64, normalize="none")
+    data = sensors.load_wesad(tmp_path, chunk=64, normalize="none")
     assert data.client.tolist() == [2] * 20 + [10] * 20
     assert data.y.tolist() == [label for label in range(4) for _ in range(5)] * 2
     for subject in (2, 10):
@@ -75,7 +76,7 @@ def test_the_wrist_of_pickles_and_streams(tmp_path, layout):
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_the_chest_in_the_papers_order(tmp_path, protocol):
     put_pickle(tmp_path, protocol=protocol)
-    data = wesad.load(tmp_path, device="chest", chunk=700, normalize="none")
+    data = sensors.load_wesad(tmp_path, device="chest", chunk=700, normalize="none")
     chest = np.concatenate([signals(2)["chest"][name] for name in WIDTHS], axis=1)
     np.testing.assert_array_equal(data.x, chest[7000:35000].reshape(40, 700, 8).astype(np.float32))
     assert np.bincount(data.y).tolist() == [10] * 4
@@ -83,7 +84,7 @@ def test_the_chest_in_the_papers_order(tmp_path, protocol):
 
 def test_rests_are_dropped_at_the_end_of_each_stretch(tmp_path):
     put_stream(tmp_path)
-    data = wesad.load(tmp_path, chunk=100, normalize="none")
+    data = sensors.load_wesad(tmp_path, chunk=100, normalize="none")
     wanted = at_32(signals(2)["wrist"])
     starts = [320 * label + 100 * k for label in (1, 2, 3, 4) for k in range(3)]
     np.testing.assert_allclose(data.x, np.stack([wanted[s : s + 100] for s in starts]), atol=1e-6)
@@ -92,36 +93,36 @@ def test_rests_are_dropped_at_the_end_of_each_stretch(tmp_path):
 def test_windows_are_cut_in_time_order(tmp_path):
     windows = np.random.default_rng(0).normal(size=(3, 6, 320)).astype(np.float32)
     np.savez(tmp_path / "windows_10s.npz", X=windows, y=[1, 0, 3], subject=[2, 2, 17], start=[50.0, 10.0, 3.0])
-    data = wesad.load(tmp_path, chunk=160, normalize="none")
+    data = sensors.load_wesad(tmp_path, chunk=160, normalize="none")
     np.testing.assert_array_equal(data.x.reshape(3, 320, 6), windows[[1, 0, 2]].transpose(0, 2, 1))
     assert data.y.tolist() == [0, 0, 1, 1, 3, 3]
     with pytest.raises(ValueError, match=r"Expected `chunk` to divide 320.* but got 33"):
-        wesad.load(tmp_path, chunk=33)
+        sensors.load_wesad(tmp_path, chunk=33)
 
 
 def test_layouts_are_found_in_the_documented_order(tmp_path):
     np.savez(tmp_path / "windows_10s.npz", X=0)
-    assert wesad.SOURCE.find(tmp_path) == ("wrist windows", tmp_path / "windows_10s.npz")
+    assert SOURCES["wesad"].find(tmp_path) == ("wrist windows", tmp_path / "windows_10s.npz")
     put_stream(tmp_path)
-    assert wesad.SOURCE.find(tmp_path) == ("wrist streams", tmp_path / "wesad_wrist" / "streams")
+    assert SOURCES["wesad"].find(tmp_path) == ("wrist streams", tmp_path / "wesad_wrist" / "streams")
     put_pickle(tmp_path)
-    assert wesad.SOURCE.find(tmp_path) == ("pickles", tmp_path / "WESAD")
-    assert wesad.SOURCE.fetch(tmp_path) == tmp_path / "WESAD"
+    assert SOURCES["wesad"].find(tmp_path) == ("pickles", tmp_path / "WESAD")
+    assert SOURCES["wesad"].fetch(tmp_path) == tmp_path / "WESAD"
 
 
 def test_a_subject_without_a_chunk_is_told(tmp_path):
     put_stream(tmp_path, 2)
     put_stream(tmp_path, 3, label32=np.repeat([0, 1] * 120, 8))
     with pytest.warns(UserWarning, match="There is no chunk of 32 steps of subject 3 in .*streams"):
-        data = wesad.load(tmp_path)
+        data = sensors.load_wesad(tmp_path)
     assert data.client.tolist() == [2] * 40
-    np.testing.assert_array_equal(data.x, wesad.load(put_stream(tmp_path / "alone", 2).parents[1]).x)
+    np.testing.assert_array_equal(data.x, sensors.load_wesad(put_stream(tmp_path / "alone", 2).parents[1]).x)
 
 
 def test_the_user_z_score_is_over_all_kept_samples(tmp_path):
     put_stream(tmp_path, 2)
     put_stream(tmp_path, 3, temp=np.full(240, 33.3, np.float32))
-    data, raw = wesad.load(tmp_path), wesad.load(tmp_path, normalize="none")
+    data, raw = sensors.load_wesad(tmp_path), sensors.load_wesad(tmp_path, normalize="none")
     for subject in (2, 3):
         flat = raw.x[raw.client == subject].reshape(-1, 6).astype(np.float64)
         std = flat.std(axis=0)
@@ -175,7 +176,7 @@ def test_a_pickle_calls_nothing(tmp_path, attack, protocol):
     path = put_pickle(tmp_path, protocol=protocol, extra=evil)
     message = rf"Expected {re.escape(str(path))} to be a whole pickle of numbers but got: `\S+`, which could run"
     with pytest.raises(ValueError, match=message):
-        wesad.load(tmp_path)
+        sensors.load_wesad(tmp_path)
     assert not place.exists()
 
 
@@ -183,7 +184,7 @@ def test_arrays_of_objects_are_refused_even_when_harmless(tmp_path):
     path = put_pickle(tmp_path, label=np.array([None, "a"], dtype=object))
     message = f"{path} to hold the wrist's signals with their labels but got: an array of type 'O8'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        wesad.load(tmp_path)
+        sensors.load_wesad(tmp_path)
 
 
 def test_numpy_itself_is_not_called_while_unpickling(tmp_path):
@@ -218,7 +219,7 @@ def test_a_damaged_pickle_is_named(tmp_path, content):
     whole = path.read_bytes()
     path.write_bytes({"empty": b"", "half": whole[: len(whole) // 2]}[content])
     with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a whole pickle of numbers but got")):
-        wesad.load(tmp_path)
+        sensors.load_wesad(tmp_path)
 
 
 def without(place, name):
@@ -267,13 +268,13 @@ def test_wrong_pickles_are_named(tmp_path, case):
     changes, device, message = BAD[case]
     path = put_pickle(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message.format(path=path))):
-        wesad.load(tmp_path, device=device)
+        sensors.load_wesad(tmp_path, device=device)
 
 
 def test_values_that_are_not_finite_are_named(tmp_path):
     path = put_stream(tmp_path, eda=np.where(np.arange(240) == 50, np.nan, 1).astype(np.float32))
     with pytest.raises(ValueError, match=re.escape(f"Expected {path} to hold the wrist's signals")) as caught:
-        wesad.load(tmp_path)
+        sensors.load_wesad(tmp_path)
     assert "values that are not finite" in str(caught.value)
 
 
@@ -282,7 +283,7 @@ def test_a_subject_without_its_pickle(tmp_path):
     put_pickle(tmp_path, 2)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file {path} but it is missing.")):
-        wesad.load(tmp_path)
+        sensors.load_wesad(tmp_path)
 
 
 NPZ = {
@@ -296,11 +297,11 @@ def test_wrong_streams_are_named(tmp_path, case):
     changes, message = NPZ[case]
     path = put_stream(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        wesad.load(tmp_path)
+        sensors.load_wesad(tmp_path)
     assert str(path) in str(caught.value)
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a sound npz file without pickles")):
-        wesad.load(tmp_path)
+        sensors.load_wesad(tmp_path)
 
 
 OPTIONS = {
@@ -314,14 +315,14 @@ def test_options_are_checked(tmp_path, case):
     options, message = OPTIONS[case]
     put_stream(tmp_path)
     with pytest.raises(ValueError, match=re.escape(message)):
-        wesad.load(tmp_path, **options)
+        sensors.load_wesad(tmp_path, **options)
 
 
 @pytest.mark.seconds
 @pytest.mark.data
 def test_the_real_wrist_streams_are_scaled(real):
-    folder = real(wesad, "wrist streams")
-    data = wesad.load(folder)
+    folder = real("wesad", "wrist streams")
+    data = sensors.load_wesad(folder)
     own = data.x[data.client == 7].reshape(-1, 6).astype(np.float64)
     np.testing.assert_allclose(own.mean(axis=0), 0, atol=1e-4)
     np.testing.assert_allclose(own.std(axis=0), 1, atol=1e-4)
@@ -330,12 +331,12 @@ def test_the_real_wrist_streams_are_scaled(real):
 @pytest.mark.seconds
 @pytest.mark.data
 def test_the_real_windows_are_cut_from_the_real_streams(real, tmp_path):
-    folder = real(wesad, "wrist streams")
+    folder = real("wesad", "wrist streams")
     windows = Path(folder) / "wesad_wrist" / "windows_10s.npz"
     if not windows.is_file():
         pytest.skip("not both layouts of the wrist are there")
     shutil.copy(windows, tmp_path)
-    cut, whole = (wesad.load(root, chunk=320, normalize="none") for root in (tmp_path, folder))
+    cut, whole = (sensors.load_wesad(root, chunk=320, normalize="none") for root in (tmp_path, folder))
     assert len(cut.x) == 4449
     # Acceleration is not resampled, so it finds its window again, and with it the label and the person.
     place = {own.tobytes(): i for i, own in enumerate(np.ascontiguousarray(whole.x[..., :3]))}

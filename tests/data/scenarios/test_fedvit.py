@@ -9,6 +9,7 @@ import torch
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.datasets.files import SOURCES
 from lightning_fcl.data.samples import PublicData
 from lightning_fcl.data.scenarios import FedViTScenario, Pool
 from lightning_fcl.data.split import Split
@@ -272,10 +273,9 @@ def test_a_federation_learns_it(fit):
 
 @pytest.mark.data
 def test_real_photographs(data_folder):
-    from lightning_fcl.data.datasets import tinyimagenet
 
     try:
-        tinyimagenet.SOURCE.find(data_folder)
+        SOURCES["tinyimagenet"].find(data_folder)
     except FileNotFoundError as error:
         pytest.skip(str(error))
     data = PublicData("tinyimagenet", data_folder)

@@ -1,10 +1,10 @@
-"""Compression of uploads, with error feedback: what is not sent now is sent later.
+"""What goes over the wire: the record of a round, and compression of uploads with error feedback.
 
-A client's *update* of an entry is its state minus the server state of the round, plus what earlier rounds have left
-over. The client sends a code of it, the server adds what it decodes to its own state, and the client keeps the
-*residual*, the update minus what was decoded (Seide et al. 2014; Stich et al. 2018, "Sparsified SGD with memory",
-Algorithm 1). So nothing is lost, and the sum of what the server has decoded stays within one residual of the sum of all
-updates.
+What is not sent now is sent later. A client's *update* of an entry is its state minus the server state of the round,
+plus what earlier rounds have left over. The client sends a code of it, the server adds what it decodes to its own
+state, and the client keeps the *residual*, the update minus what was decoded (Seide et al. 2014; Stich et al. 2018,
+"Sparsified SGD with memory", Algorithm 1). So nothing is lost, and the sum of what the server has decoded stays within
+one residual of the sum of all updates.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.ranks import Ranks
 
 
 class Compression(ABC):
@@ -156,3 +158,61 @@ def _rounded(values: Tensor, bits: int) -> Tensor:
 
 def _rounded_nbytes(n: int, bits: int) -> int:
     return -(-n * bits // 8) + 4
+
+
+DIVERGED = "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
+"""What to do about numbers that are not finite."""
+
+
+@dataclass
+class RoundRecord:
+    """What happened in one round: bytes per client on the wire, and who did not make it.
+
+    Args:
+        trained: Clients whose upload was taken.
+        upload_bytes: Bytes that each client sent.
+        download_bytes: Bytes that each client received.
+        dropped: Clients whose upload was refused, and why.
+        skipped: Clients that were chosen but had no data.
+        missed: Clients that trained but missed the synchronisation.
+        diverged: Clients whose loss was not finite in some step, though all that they sent is.
+        master: In a swarm, the client that brought the uploads together.
+        late: In a rehearsed deployment, clients whose uploads came too late, and were not trained for it.
+        staleness: There, how many rounds ago clients had downloaded, where any.
+        claims: In a deployment, clients that several nodes say they are, and these nodes, first the one that is let in.
+        limits: In a deployment, what an upload may be at most: the samples that it counts as, and how far it may go.
+        simulated_seconds: There, how long the round took; None: nobody has looked at a clock.
+    """
+
+    trained: list[str] = field(default_factory=list)
+    upload_bytes: dict[str, int] = field(default_factory=dict)
+    download_bytes: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
+    master: str | None = None
+    late: list[str] = field(default_factory=list)
+    staleness: dict[str, int] = field(default_factory=dict)
+    claims: dict[str, list[str]] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    simulated_seconds: float | None = None
+
+    def upload(self, client: str, number: int) -> None:
+        """Count bytes that a client sends: its state, or what a method sends beside it."""
+        self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
+
+    def download(self, client: str, number: int) -> None:
+        """Count bytes that a client receives."""
+        self.download_bytes[client] = self.download_bytes.get(client, 0) + number
+
+    def combine(self, ranks: Ranks, order: Mapping[str, int]) -> None:
+        """Take in what happened to the other ranks' clients, in the round's order of clients."""
+        parts = [vars(record) for record in ranks.share(self)]
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                found = [item for part in parts for item in part[name].items()]
+                value.clear()
+                value.update(sorted(found, key=lambda item: order.get(item[0], -1)))
+            elif isinstance(value, list):
+                value[:] = sorted((client for part in parts for client in part[name]), key=lambda c: order.get(c, -1))

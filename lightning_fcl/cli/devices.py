@@ -1,0 +1,210 @@
+"""Commands for other machines: what a microcontroller needs, a model as files for it, and a recipe over Flower."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_fcl.cli.main import Command
+
+if TYPE_CHECKING:
+    from lightning_fcl.running.parts import RecipeParts
+
+
+MORE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
+  trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
+Devices and links are in lightning_fcl/device/profiles.yaml, which also says how times are estimated. A YAML file of
+your own has the entries of one of them.
+"""
+
+
+class DeviceReport(Command):
+    """What a microcontroller would need to run a recipe: nothing is trained."""
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.epilog = MORE
+        add = parser.add_argument
+        add("recipes", nargs="*", metavar="RECIPE.yaml", help="recipes; later ones go over earlier ones")
+        add("--config", action="append", default=[], help="a recipe, as `fit` takes it; behind the others")
+        add("--profile", default="gap9-lpm", help="device, or a YAML file of yours (default: gap9-lpm)")
+        add("--link", default="uwb-loco", help="link, or a YAML file of yours (default: uwb-loco)")
+        add("--nodes", type=int, metavar="N", help="nodes of a round (default: the recipe's, or 3)")
+        add("--samples", type=int, metavar="N", help="samples of an epoch (default: the recipe's, or 28)")
+        add("--input", metavar="1,64,48", help="shape of a sample (default: that of the recipe's data)")
+        add("--out", type=Path, help="folder for device.json and device.md (default: none)")
+
+    def run(self, options: Namespace) -> None:
+        """Print what a recipe needs, by its data where nothing else is said."""
+        from lightning_fcl.callbacks.pretrain import BaseSession
+        from lightning_fcl.device.report import device_report, report_text
+        from lightning_fcl.evaluation.files import write_whole
+        from lightning_fcl.models.quantization import fold_batchnorm
+        from lightning_fcl.running.parts import read_parts
+        from lightning_fcl.running.rows import find_recipes
+
+        names, shape = [*options.recipes, *options.config], tuple[int, ...]()
+        if options.input is not None:
+            shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
+            if min(shape) < 1:
+                raise ValueError(
+                    f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {options.input}."
+                )
+        recipe = find_recipes(names)
+        parts = read_parts(recipe.configs, recipe.fit_words)
+        if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
+            fold_batchnorm(parts.model)  # as the callback does before the first round
+        samples, nodes = options.samples, options.nodes
+        if not shape or samples is None or nodes is None:
+            own_shape, mean, clients = _of_data(parts, required=not shape)
+            shape = shape or own_shape
+            samples = mean if samples is None else samples
+            nodes = clients if nodes is None else nodes
+        report = device_report(
+            parts.model,
+            shape,
+            reductions=parts.strategy.rules,
+            samples=samples,
+            nodes=nodes,
+            local_epochs=parts.strategy.local_epochs,
+            profile=options.profile,
+            link=options.link,
+        )
+        report = {"recipes": names, **report}
+        text = report_text(report)
+        print(text)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            print(write_whole(options.out / "device.json", json.dumps(report, indent=1) + "\n"))
+            print(write_whole(options.out / "device.md", text))
+
+
+def _of_data(parts: RecipeParts, required: bool) -> tuple[tuple[int, ...], int, int]:
+    """Shape of a sample, mean samples of a client in a round, and clients of the fullest round."""
+    from lightning_fcl.data.batches import round_half_up
+    from lightning_fcl.device.report import NODES, SAMPLES
+
+    stream = parts.datamodule
+    stream.features = None  # a device takes images
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stream.setup("fit")
+    except FileNotFoundError as error:
+        if required:
+            raise FileNotFoundError(
+                "Expected the recipe's data, for the shape of a sample, but they are not there. Give the shape with "
+                f"--input, as in --input 1,64,48. ({error})"
+            ) from error
+        return (), SAMPLES, NODES
+    rounds = stream.plan.train
+    sizes = [len(indices) for current in rounds for indices in current.values() if len(indices)]
+    most, clients = parts.strategy.participation, max(len(current) for current in rounds)
+    most = round_half_up(most * len(stream.plan.clients)) if isinstance(most, float) else most
+    sample = stream.take(rounds[0][next(iter(rounds[0]))][:1])[0]
+    return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(most, clients))
+
+
+class Export(Command):
+    """Write a model as files for devices, compared with PyTorch."""
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "run", type=Path, metavar="RUN", help="folder of a run, --out of `fit`; or a name of the zoo"
+        )
+        parser.add_argument("--format", choices=("onnx", "executorch"), default="onnx", help="(default: onnx)")
+        parser.add_argument("--int8", action="store_true", help="the classifier's convolutions of 8 bits, in ONNX")
+        parser.add_argument("--out", type=Path, help="folder of the files (default: RUN/export)")
+
+    def run(self, options: Namespace) -> None:
+        import numpy as np
+        import torch
+        from torch import nn
+
+        from lightning_fcl.data.features import WithBackbone
+        from lightning_fcl.data.scenarios import IntArray
+        from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_int8_onnx, export_onnx
+        from lightning_fcl.running.parts import trained_parts
+        from lightning_fcl.zoo.loading import load
+        from lightning_fcl.zoo.registry import list_models
+        from lightning_fcl.zoo.verifying import recipe_parts
+
+        name = str(options.run)
+        if not options.run.exists() and name.partition("@")[0] in list_models():
+            published = load(name)
+            parts, model = recipe_parts(published.entry.recipe, name), published.network
+        else:
+            parts = trained_parts(options.run)
+            model = WithoutTrainer(parts.model)
+        stream = parts.datamodule
+        features = stream.setup_images()  # the file takes images
+
+        def inputs(rows: IntArray) -> torch.Tensor:
+            """A hundred of some samples, as the file takes them."""
+            x: torch.Tensor = stream.take(rows[:: max(1, len(rows) // 100)][:100])[0]
+            return x
+
+        example = inputs(stream.plan.test)
+        modules: dict[str, nn.Module] = {"classifier": model if features is None else WithBackbone(features, model)}
+        backbone = getattr(getattr(parts.model, "model", None), "backbone", None)
+        if isinstance(backbone, nn.Module):
+            modules["backbone"] = backbone
+        write, ending = (export_onnx, "onnx") if options.format == "onnx" else (export_executorch, "pte")
+        for name, module in modules.items():
+            file = (options.out or options.run / "export") / f"{name}.{ending}"
+            difference = write(module, example[:8], file)
+            print(f"{file}  {file.stat().st_size} bytes, at most {difference:.1e} from PyTorch")
+        if options.int8:
+            file = (options.out or options.run / "export") / "classifier-int8.onnx"
+            train = np.concatenate([own for clients in stream.plan.train for own in clients.values()])
+            share = export_int8_onnx(modules["classifier"], inputs(train), example, file)
+            print(f"{file}  {file.stat().st_size} bytes, {share:.0%} of {len(example)} predictions as PyTorch's")
+
+
+class Deploy(Command):
+    """A recipe on real machines, over Flower.
+
+    lightning-fcl deploy flower quickstart --out app      writes a Flower app, for `flwr run app`
+    lightning-fcl deploy split quickstart --out shares    writes what each client of the recipe would have, a file each
+    lightning-fcl deploy executor --runtime-api-address 127.0.0.1:9094 --insecure
+                                                          answers for a SuperNode that was started with
+                                                          --isolation process; takes flower-superexec's arguments
+    """
+
+    passes_on = True
+
+    def arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("what", choices=("flower", "split", "executor"))
+        parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as `lightning-fcl fit` takes it")
+        parser.add_argument("--out", type=Path, help="folder of the files (default: app, or shares)")
+        parser.add_argument("--publisher", default="lightning-fcl", help="who publishes the app, for Flower")
+
+    def run(self, options: Namespace) -> None:
+        if options.what == "executor":
+            from lightning_fcl.deployment.node import stay
+
+            stay(options.words[1:])
+            return
+        out: Path = options.out or Path({"flower": "app", "split": "shares"}[options.what])
+        kind = "*.toml" if options.what == "flower" else "*.npz"
+        if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
+            raise ValueError(
+                f"Expected a folder of its own at {out} but it holds something else. Choose another by --out."
+            )
+        from lightning_fcl.running.fit import resolve_recipe
+        from lightning_fcl.running.parts import read_parts
+        from lightning_fcl.running.rows import find_recipes
+
+        recipe = find_recipes(options.recipes)
+        if options.what == "flower":
+            from lightning_fcl.deployment.flower import write_app
+
+            resolved = resolve_recipe(["fit", *recipe.command_words, *options.more])
+            files = write_app(resolved, out, Path(options.recipes[-1]).stem, options.publisher)
+        else:
+            from lightning_fcl.deployment.own_data import write_split
+
+            files = write_split(read_parts(recipe.configs, [*recipe.fit_words, *options.more]).datamodule, out)
+        print("\n".join(map(str, files)))

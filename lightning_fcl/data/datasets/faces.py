@@ -1,0 +1,130 @@
+"""Faces, in grey: ORL, of a laboratory, and Labeled Faces in the Wild, of the press."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import SOURCES, in_range, numbered_paths, read_npz
+from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
+from lightning_fcl.errors import at_least
+
+_ORL = SOURCES["orl"]
+
+_ORL_SHAPE = (112, 92)
+_PEOPLE = 40
+
+
+def load_orl(
+    root: str | Path | None = None,
+    size: Sequence[int] | None = (64, 48),
+    normalize: FaceScale = "image",
+) -> Arrays:
+    """ORL (AT&T) faces: ten grey images each of 40 people, taken in a laboratory.
+
+    Samaria and Harter 1994, "Parameterisation of a stochastic model for human face identification", WACV. Two layouts
+    are read, in this order: the original folders ``s1/1.pgm`` to ``s40/10.pgm``, and ``orl/faces.npz``.
+
+    Load the faces of all people that are there, who are the classes.
+
+    Args:
+        size: Height and width in pixels. The middle part of this aspect ratio (112 x 84 of 112 x 92 for 4:3) is resized
+            to it with Pillow's antialiased bicubic filter. None keeps 112 x 92.
+
+    Returns:
+        `x` of shape (n, 1, height, width), person by person; `classes` the original folders ``s1``, ``s2`` and so on.
+    """
+    check_faces(_ORL_SHAPE if size is None else size)
+    layout, path = _ORL.find(root)
+    if layout == "npz file":
+        arrays = read_npz(path, {"X": ("pixels", ("images", *_ORL_SHAPE)), "y": ("iu", ("images",))})
+        pixels, number = arrays["X"], in_range(arrays["y"], _PEOPLE - 1, f"`y` of {path}") + 1
+    else:
+        folders = {
+            int(one.name[1:]): numbered_paths(one, r"([1-9]\d?)\.pgm") for one in numbered_paths(path, r"s([1-9]\d?)")
+        }
+        pixels = np.stack([read_image(file, "PPM", "L", _ORL_SHAPE) for own in folders.values() for file in own])
+        number = np.repeat(list(folders), [len(own) for own in folders.values()])
+    people, y = np.unique(number, return_inverse=True)
+    if size is not None:
+        # The largest middle part of the size's aspect ratio; of an odd number of lines, one more is cut off at the end.
+        scale = min(_ORL_SHAPE[0] / size[0], _ORL_SHAPE[1] / size[1])
+        height, width = (max(1, round(scale * wanted)) for wanted in size)
+        top, left = (_ORL_SHAPE[0] - height) // 2, (_ORL_SHAPE[1] - width) // 2
+        pixels = pixels[:, top : top + height, left : left + width]
+    return faces(pixels, y, [f"s{person}" for person in people], size, normalize)
+
+
+_NPZ_SHAPE = (64, 48)
+_NPZ_FACES = 35
+_LFW_SHAPE = (250, 250)
+_FACE = (slice(70, 195), slice(78, 172))
+
+_LFW = SOURCES["lfw"]
+
+
+def load_lfw(
+    root: str | Path | None = None,
+    min_faces: int = 35,
+    size: Sequence[int] = (64, 48),
+    normalize: FaceScale = "image",
+) -> Arrays:
+    """Labeled Faces in the Wild: press photographs of people, cut to the face, in grey.
+
+    Huang et al. 2007, "Labeled Faces in the Wild: a database for studying face recognition in unconstrained
+    environments", University of Massachusetts, Amherst, TR 07-49; the funneled version: Huang, Jain and Learned-Miller
+    2007, "Unsupervised joint alignment of complex images", ICCV. Two layouts are read, in this order: the original
+    folders ``Name/Name_0001.jpg``, and ``lfw/min35_gray_64x48.npz`` with the people of 35 and more images.
+
+    Of the original images, 250 x 250 pixels, rows 70 to 194 and columns 78 to 171 are kept, as scikit-learn's
+    `fetch_lfw_people` does by default; how the npz file was cut is not known, so the two layouts differ in the pixels.
+
+    Load the faces of all people with enough images, who are the classes.
+
+    Args:
+        min_faces: People with fewer images are left out. The npz file has nobody with fewer than 35.
+        size: Height and width in pixels. The cut of 125 x 94, or the 64 x 48 of the npz file, is resized to it with
+            Pillow's antialiased bicubic filter, so another aspect ratio than 4:3 distorts the faces.
+
+    Returns:
+        `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order.
+    """
+    check_faces(size)
+    at_least(1, min_faces=min_faces)
+    layout, path = _LFW.find(root)
+    images: Iterable[NDArray[np.uint8]]
+    if layout == "npz file":
+        if min_faces < _NPZ_FACES:
+            raise ValueError(
+                f"Expected `min_faces` to be at least {_NPZ_FACES}, as {path} has no people with fewer images, but got "
+                f"{min_faces}. Pass {_NPZ_FACES} or more, or run {_LFW.command} for the original images."
+            )
+        wanted = {"X": ("pixels", ("images", *_NPZ_SHAPE)), "y": ("iu", ("images",)), "names": ("U", ("people",))}
+        arrays = read_npz(path, wanted)
+        owner = arrays["names"][in_range(arrays["y"], len(arrays["names"]) - 1, f"`y` of {path}")]
+        names, kept = _with_enough(owner, min_faces, path)
+        images = arrays["X"][kept]
+    else:
+        people = {
+            one.name: numbered_paths(one, rf"{re.escape(one.name)}_(\d{{4}})\.jpg") for one in sorted(path.glob("*/"))
+        }
+        paths = [image for own in people.values() for image in own]
+        owner = np.repeat(list(people), list(map(len, people.values())))
+        names, kept = _with_enough(owner, min_faces, path)
+        images = (read_image(paths[n], "JPEG", "L", _LFW_SHAPE)[_FACE] for n in np.flatnonzero(kept))
+    return faces(images, np.searchsorted(names, owner[kept]), names.tolist(), size, normalize)
+
+
+def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
+    """The people with enough images, in alphabetical order, and which images are theirs."""
+    names, counts = np.unique(owner, return_counts=True)
+    if counts.max() < min_faces:
+        raise ValueError(
+            f"Expected `min_faces` to be at most {counts.max()}, the images of {names[counts.argmax()]}, who has most "
+            f"in {path}, but got {min_faces}. Pass a smaller number."
+        )
+    chosen = names[counts >= min_faces]
+    return chosen, np.isin(owner, chosen)

@@ -1,0 +1,337 @@
+"""Photographs: CIFAR-100, with FC100, MiniImageNet, TinyImageNet and CORe50."""
+
+import hashlib
+import importlib.util
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import (
+    SOURCES,
+    in_range,
+    numbered_paths,
+    pickled_array,
+    read_lines,
+    read_npz,
+    read_pickle,
+)
+from lightning_fcl.data.datasets.images import Scale, photographs, read_image, resize_all, resize_all_once
+from lightning_fcl.errors import at_least
+from lightning_fcl.evaluation.files import inside
+from lightning_fcl.hub.documents import ensure, reading
+
+_CIFAR100 = SOURCES["cifar100"]
+
+# As torchvision publishes them in torchvision/datasets/cifar.py.
+MD5 = {
+    "meta": "7973b15100ade9c7d40fb424638fde48",
+    "train": "16019d7e3df5f24257cddd939b257f8d",
+    "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+}
+
+
+def load_cifar100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+    """CIFAR-100: photographs of 100 classes in 20 superclasses, 32 x 32 pixels.
+
+    Krizhevsky 2009, "Learning multiple layers of features from tiny images", University of Toronto. The original folder
+    ``cifar-100-python`` is read, with its pickles ``train``, ``test`` and ``meta``: by a reader that calls nothing that
+    they name.
+
+    Load all images: the training set, then the publishers' test set. ``size`` is height and width in pixels; see
+    `lightning_fcl.data.datasets.images.photographs`. The complete set has 60000 images, shape (n, 3, size, size).
+    """
+    at_least(1, size=size)
+    pixels, labels, names, test = read_images(_CIFAR100.find(root)[1], size)
+    return photographs(pixels, labels["fine"], names["fine"], normalize, test)
+
+
+def read_images(
+    folder: Path, size: int
+) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.int64]], dict[str, tuple[str, ...]], NDArray[np.bool_]]:
+    """The images; their fine and coarse labels; the names of these; and which are tests."""
+    contents = []
+    for name, digest in MD5.items():
+        path = folder / name
+        with reading(path, "to be the published file", _CIFAR100.remedy), path.open("rb") as file:
+            found = hashlib.file_digest(file, "md5").hexdigest()
+            ensure(found == digest, f"one of MD5 {found}")
+        contents.append(read_pickle(path, _CIFAR100.remedy))
+    meta, *parts = contents
+    # A row of the file holds all of red, then green, then blue.
+    pixels = np.concatenate([pickled_array(part["data"]).reshape(-1, 3, 32, 32) for part in parts])
+    labels = {kind: np.concatenate([part[f"{kind}_labels"] for part in parts]) for kind in ("fine", "coarse")}
+    names = {kind: tuple(meta[f"{kind}_label_names"]) for kind in ("fine", "coarse")}
+    test = np.repeat([False, True], [len(part["fine_labels"]) for part in parts])
+    if size != 32:
+        pixels = resize_all((image.transpose(1, 2, 0) for image in pixels), len(pixels), size)
+    return pixels, labels, names, test
+
+
+_FC100 = SOURCES["fc100"]
+
+# The split of the authors' code, which names superclasses by their number: 1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19 to
+# train on; 8, 11, 13, 16 for validation; 0, 7, 12, 14 for tests.
+SUPERCLASSES = (
+    *("fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices"),
+    *("household_furniture", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "reptiles", "trees"),
+    *("vehicles_1", "vehicles_2"),
+    *("large_carnivores", "large_omnivores_and_herbivores", "non-insect_invertebrates", "small_mammals"),
+    *("aquatic_mammals", "insects", "medium_mammals", "people"),
+)
+
+
+def load_fc100(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+    """FC100 (Fewshot-CIFAR100): CIFAR-100 with its classes split by superclass, so that its parts share little.
+
+    Oreshkin et al. 2018, "TADAM: task dependent adaptive metric for improved few-shot learning", NeurIPS: 12
+    superclasses to train on, 4 for validation, 4 for tests. The images are those of CIFAR-100, whose own files are
+    read.
+
+    Load CIFAR-100's images with the classes in the order of the split: superclass after superclass. The split is one of
+    classes, for learning to learn. Here each class has CIFAR-100's own training and test images, as in the continual
+    stream over all 100 classes of Zuo et al. 2024: consecutive blocks of ten classes are two superclasses each.
+    ``size`` and ``normalize`` are those of `load_cifar100`.
+    """
+    at_least(1, size=size)
+    pixels, labels, names, test = read_images(_FC100.find(root)[1], size)
+    coarse = [names["coarse"].index(name) for name in SUPERCLASSES]
+    order = [label for number in coarse for label in np.unique(labels["fine"][labels["coarse"] == number]).tolist()]
+    classes = [names["fine"][label] for label in order]
+    return photographs(pixels, np.argsort(order)[labels["fine"]], classes, normalize, test)
+
+
+_TINY_IMAGENET = SOURCES["tinyimagenet"]
+
+# Pixels, labels, which of them are tests, and the names of the labels.
+_Photographs = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]
+
+
+def load_tinyimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+    """TinyImageNet: photographs of 200 classes of ImageNet, 64 x 64 pixels.
+
+    Le and Yang 2015, "Tiny ImageNet visual recognition challenge", Stanford CS 231N. Two layouts are read, in this
+    order: the original folder ``tiny-imagenet-200``, whose test set has no labels, so that the publishers' validation
+    set stands for it; and ``tinyimagenet32/100classes.npz``, 100 of the classes at 32 x 32 with 120 training images
+    each.
+
+    Load all images that have labels: the training images class by class, then the publishers' validation set. ``size``
+    is height and width in pixels; see `lightning_fcl.data.datasets.images.photographs`. The classes are in the order of
+    their WordNet ids. The complete set has 110000 images, shape (n, 3, size, size), the npz file 17000.
+    """
+    at_least(1, size=size)
+    layout, path = _TINY_IMAGENET.find(root)
+    pixels, y, test, classes = (_tiny_from_npz if layout == "npz file" else _tiny_from_folder)(path, size)
+    return photographs(pixels, y, classes, normalize, test)
+
+
+def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
+    wnids = sorted(set(read_lines(folder / "wnids.txt", _TINY_IMAGENET.remedy)))
+    folders = [inside(folder / "train", wnid, "images") for wnid in wnids]
+    train = [numbered_paths(one, r"n\d+_(\d+)\.JPEG") for one in folders]
+    most = max(len(images) for images in train)
+    for one, images in zip(folders, train, strict=True):
+        if not images or len(images) < most:
+            raise ValueError(
+                f"Expected {one} to hold {most or 500} images, as the other classes do, but got {len(images)}: the "
+                f"archive is not wholly unpacked. {_TINY_IMAGENET.remedy}"
+            )
+    path = folder / "val" / "val_annotations.txt"
+    lines = read_lines(path, _TINY_IMAGENET.remedy)
+    with reading(path, "to name images and their classes", _TINY_IMAGENET.remedy):
+        rows = [line.split("\t") for line in lines]  # file, class, and the object's box
+        test = [inside(folder / "val" / "images", name) for name, *_ in rows]
+        labels = [wnids.index(row[1]) for row in rows]
+    paths = [*(path for images in train for path in images), *test]
+    pixels = resize_all((read_image(path, "JPEG", "RGB", (64, 64)) for path in paths), len(paths), size)
+    y = np.concatenate([np.repeat(np.arange(len(wnids)), most), labels])
+    return pixels, y, np.arange(len(paths)) >= most * len(wnids), first_names(wnids, read_words(folder / "words.txt"))
+
+
+def read_words(path: Path) -> dict[str, str]:
+    """Names by WordNet id, of all of WordNet's."""
+    parts = (line.partition("\t") for line in read_lines(path, _TINY_IMAGENET.remedy))
+    return {wnid: names for wnid, _, names in parts}
+
+
+def first_names(wnids: Sequence[str], words: Mapping[str, str]) -> tuple[str, ...]:
+    """The first name of each class; with its id where another class has the same."""
+    first = [words.get(wnid, "").split(",")[0].strip() or wnid for wnid in wnids]
+    return tuple(
+        name if first.count(name) == 1 else f"{name} ({wnid})" for name, wnid in zip(first, wnids, strict=True)
+    )
+
+
+def _tiny_from_npz(path: Path, size: int) -> _Photographs:
+    wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {"wnids": ("U", ("classes",)), "names": ("U", ("classes",))}
+    for part in ("train", "val"):
+        wanted |= {f"X_{part}": ("pixels", (f"{part} images", 32, 32, 3)), f"y_{part}": ("iu", (f"{part} images",))}
+    arrays = read_npz(path, wanted, _TINY_IMAGENET.remedy)
+    wnids, names = arrays["wnids"].tolist(), arrays["names"].tolist()
+    y = np.concatenate([arrays["y_train"], arrays["y_val"]])
+    y = in_range(y, len(wnids) - 1, f"labels of {path}", _TINY_IMAGENET.remedy)
+    pixels = resize_all((image for part in ("train", "val") for image in arrays[f"X_{part}"]), len(y), size)
+    classes = first_names(wnids, dict(zip(wnids, names, strict=True)))
+    return pixels, y, np.arange(len(y)) >= len(arrays["y_train"]), classes
+
+
+_LISTS = ("train.csv", "val.csv", "test.csv")
+_NEW = ("new_train.csv", "new_val.csv")
+
+_MINI_IMAGENET = SOURCES["miniimagenet"]
+
+_REMEDY = "Delete this copy and get the files again."
+
+
+def load_miniimagenet(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
+    """MiniImageNet: photographs of 100 classes of ImageNet, 600 of each.
+
+    Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS, with the classes and images of Ravi and
+    Larochelle 2017, "Optimization as a model for few-shot learning", ICLR. Four layouts are read, in this order:
+    ``new_train.csv`` and ``new_val.csv`` of Zuo et al. 2024, which name 480 and 120 images of each class, those to
+    train and to test on; Ravi and Larochelle's ``train.csv``, ``val.csv`` and ``test.csv``, which name the images of
+    64, 16 and 20 classes; both with the images, of any size, in ``images``; a folder of images for each class; and
+    ``miniimagenet64/images.npz``, all images at 64 x 64, with the 480 and 120.
+
+    Load the images of all classes, which are in the order of their WordNet ids. ``size`` is height and width in pixels;
+    each image is resized to it, whatever its aspect ratio, once: after that the pixels lie in the user's cache. See
+    `lightning_fcl.data.datasets.images.photographs`. Where the layout tells the 480 training and 120 test images of
+    each class of Zuo et al. 2024, these are the official test set.
+    """
+    at_least(1, size=size)
+    layout, place = _MINI_IMAGENET.find(root)
+    test = None
+    if layout == "npz file":
+        files, (wnids, test, images) = [place], _mini_from_npz(place)
+    else:
+        if layout == "new lists and images":
+            train, tests = (_listed(place / name) for name in _NEW)
+            rows, test = [*train, *tests], np.repeat([False, True], [len(train), len(tests)])
+        elif layout == "lists and images":
+            rows = [row for name in _LISTS for row in _listed(place / name)]
+        else:  # for each class one, perhaps below those of the parts
+            found = sorted([*place.glob("n*/*.*"), *place.glob("*/n*/*.*")])
+            own = [path for path in found if re.fullmatch(r"n\d{8}", path.parent.name)]
+            rows = [(path, path.parent.name) for path in own if path.suffix.lower() in (".jpg", ".jpeg")]
+        files, wnids = [path for path, _ in rows], [wnid for _, wnid in rows]
+        images = (read_image(path, "JPEG", "RGB") for path in files)
+    pixels = resize_all_once(files, images, wnids, size)
+    ids = sorted({*wnids})
+    number = {wnid: i for i, wnid in enumerate(ids)}
+    y = np.array([number[wnid] for wnid in wnids])
+    timm = importlib.util.find_spec("timm")  # has a list of ImageNet's names; to import it would take seconds
+    words = {}
+    if timm and timm.origin:
+        words = read_words(Path(timm.origin).parent / "data" / "_info" / "imagenet_synset_to_lemma.txt")
+    return photographs(pixels, y, first_names(ids, words), normalize, test)
+
+
+def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[NDArray[np.uint8]]]:
+    """The classes of the images, which are tests, and the images themselves."""
+    wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {
+        "webp": ("pixels", ("bytes",)),
+        "offsets": ("iu", ("bounds",)),
+        "y": ("iu", ("images",)),
+        "train": ("biu", ("images",)),
+        "files": ("U", ("images",)),
+        "wnids": ("U", ("classes",)),
+    }
+    arrays = read_npz(path, wanted, _REMEDY)
+    webp, offsets, wnids = arrays["webp"], arrays["offsets"].astype(np.int64), arrays["wnids"]
+    bounds = [0, *offsets[1:-1].tolist(), len(webp)]
+    if offsets.tolist() != bounds or len(bounds) != len(arrays["y"]) + 1 or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"Expected `offsets` of {path} to cut the {len(webp)} bytes of `webp` into {len(arrays['y'])} images but "
+            f"got {len(offsets)} bounds from {bounds[0]} to {offsets[-1]}. {_REMEDY}"
+        )
+    label, files = in_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY), arrays["files"]
+    images = (
+        read_image(path / f"{name}.webp", "WEBP", "RGB", content=webp[first:last].tobytes())
+        for name, (first, last) in zip(files, itertools.pairwise(offsets), strict=True)
+    )
+    return wnids[label].tolist(), ~arrays["train"].astype(bool), images
+
+
+def _listed(path: Path) -> list[tuple[Path, str]]:
+    """The images that a list names, and their classes; its first line is the heading."""
+    heading, *rest = read_lines(path, _REMEDY)
+    rows = [line.partition(",")[::2] for line in rest]
+    with reading(
+        path, "to begin with `filename,label`, and to have lines as `n0153282900000005.jpg,n01532829`,", _REMEDY
+    ):
+        ensure(heading == "filename,label" and rest, f"{heading[:60]!r} and {len(rest)} more lines")
+        for name, wnid in rows:
+            fits = re.fullmatch(r"n\d{8}", wnid) and re.fullmatch(r"[\w-]+\.jpe?g", name, re.IGNORECASE)
+            ensure(fits, repr(f"{name},{wnid}"[:60]))
+    return [(inside(path.parent / "images", name), wnid) for name, wnid in rows]
+
+
+_FOLDERS = {"core50_128x128": 128, "core50_32x32": 32}
+
+_CORE50 = SOURCES["core50"]
+
+_KINDS = (
+    *("plug_adapter", "mobile_phone", "scissor", "light_bulb", "can"),
+    *("glass", "ball", "marker", "cup", "remote_control"),
+)
+_OBJECTS = tuple(f"{kind}{number}" for kind in _KINDS for number in range(1, 6))
+_SESSIONS = 11
+_TEST = (3, 7, 10)
+
+
+def load_core50(
+    root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet", by_session: bool = False
+) -> Arrays:
+    """CORe50: fifty objects held in a hand, filmed in eleven sessions with different backgrounds.
+
+    Lomonaco and Maltoni 2017, "CORe50: a new dataset and benchmark for continuous object recognition", CoRL. The
+    original folder ``core50_128x128`` is read, or the smaller ``core50_32x32`` of the same layout: an image is
+    ``s<session>/o<object>/C_<session>_<object>_<frame>.png``. Sessions 3, 7 and 10 are the publishers' test set.
+
+    Load all frames, session by session and object by object. The frames of a session and object are one video at 20
+    frames a second: neighbours are nearly alike, so a test set of single frames, drawn at random, measures little more
+    than memory.
+
+    Args:
+        size: Height and width in pixels; all 164866 frames of 128 x 128 take 8 GB and some minutes to read.
+        normalize: See `lightning_fcl.data.datasets.images.photographs`.
+        by_session: Whether an object is another class in every session: 550 classes, session by session, so that
+            blocks of 50 are the sessions. That is how this project reads the 11 tasks of 50 classes of Zuo et al.
+            2024. There is no official test set then, as its sessions would have no training images.
+    """
+    at_least(1, size=size)
+    folder = _CORE50.find(root)[1]
+    frames = _frames(folder)
+    paths = [path for own in frames.values() for path in own]
+    session, thing = np.repeat(list(frames), [len(own) for own in frames.values()], axis=0).T
+    side = _FOLDERS[folder.name]
+    pixels = resize_all((read_image(path, "PNG", "RGB", (side, side)) for path in paths), len(paths), size)
+    sessions, things = np.unique(session), np.unique(thing)
+    y, names = np.searchsorted(things, thing), [_OBJECTS[number - 1] for number in things]
+    if by_session:
+        y = y + len(things) * np.searchsorted(sessions, session)
+        names = [f"s{number} {name}" for number in sessions for name in names]
+    test = None if by_session else np.isin(session, _TEST)
+    return photographs(pixels, y, names, normalize, test, group=session.astype(np.int64))
+
+
+def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:
+    found: dict[tuple[int, int], list[Path]] = {}
+    for session in range(1, _SESSIONS + 1):
+        for thing in range(1, len(_OBJECTS) + 1):
+            pattern = rf"C_{session:02d}_{thing:02d}_(\d{{3}})\.png"
+            if frames := numbered_paths(folder / f"s{session}" / f"o{thing}", pattern):
+                found[session, thing] = frames
+    for session, thing in product(*(sorted(set(column)) for column in zip(*found, strict=True))) if found else [(1, 1)]:
+        if (session, thing) not in found:
+            raise ValueError(
+                f"Expected {folder / f's{session}' / f'o{thing}'} to hold frames such as "
+                f"`C_{session:02d}_{thing:02d}_000.png` but got none: the archive is not wholly unpacked. "
+                f"{_CORE50.remedy}"
+            )
+    return found

@@ -1,0 +1,275 @@
+"""Sensors that people wear: UCI HAR, a phone at the waist, and WESAD, devices at the chest and the wrist."""
+
+import io
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Sensor, moments, scaled
+from lightning_fcl.data.datasets.files import (
+    SOURCES,
+    TEXT,
+    check_subset,
+    numbered_paths,
+    pickled_array,
+    read_npz,
+    read_pickle,
+)
+from lightning_fcl.data.datasets.series import (
+    Recording,
+    Scale,
+    chunked,
+    measured_series,
+    read_windows,
+    stretches,
+)
+from lightning_fcl.errors import at_least
+from lightning_fcl.hub.documents import check_members, check_size, ensure, reading
+
+_FOLDER = "UCI HAR Dataset"
+_INNER = "UCI HAR Dataset.zip"
+
+_UCI_HAR = SOURCES["ucihar"]
+
+# In the order of inertial.npz: the prefix of the original files, and the unit and range of such phones.
+SENSORS = {
+    "body_acc": ("body_acc", "g", 4.0),
+    "gyro": ("body_gyro", "rad/s", 35.0),
+    "total_acc": ("total_acc", "g", 4.0),
+}
+_ACTIVITIES = ("walking", "walking_upstairs", "walking_downstairs", "sitting", "standing", "laying")
+_STEPS, _HERTZ = 128, 50.0
+
+
+def load_ucihar(
+    root: str | Path | None = None,
+    sensors: Sequence[str] = ("total_acc", "gyro"),
+    standardize: Literal["sensor", "channel"] | None = "sensor",
+    time_first: bool = False,
+) -> Arrays:
+    """UCI HAR: six activities of 30 people with a phone at the waist, as windows of 128 steps at 50 Hz.
+
+    Anguita et al. 2013, "A public domain dataset for human activity recognition using smartphones", ESANN. Windows last
+    2.56 s and overlap by half, so neighbouring windows of one person share samples. Three layouts are read, in this
+    order: ``inertial.npz``, the folder ``UCI HAR Dataset``, and the official zip (also inside the outer zip that UCI
+    serves today).
+
+    Load all windows, the training part of the publishers first, then their test part. The z-score takes mean and
+    standard deviation over *all* samples, those of the test set included, which is how this project reads the setting
+    of Usmanova et al. 2021 (their paper does not state its scaling). For a strict split pass ``standardize=None`` and
+    scale with the training clients' own values. A sensor or channel that is constant is only centred.
+
+    Args:
+        sensors: Which sensors, in this order, xyz each: ``"total_acc"`` (with gravity) and ``"body_acc"`` (without) in
+            standard gravity units, ``"gyro"`` in rad/s.
+        standardize: ``"sensor"`` subtracts one mean and divides by one standard deviation for the three axes of a
+            sensor, ``"channel"`` does so for each axis, None leaves the units.
+        time_first: Whether a window is of shape (128, channels), as recurrent networks take it; else (channels, 128).
+    """
+    check_subset("sensors", sensors, SENSORS)
+    layout, path = _UCI_HAR.find(root)
+    if layout == "npz file":
+        raw = _from_npz(path, sensors)
+    else:
+        raw = _from_text(path if layout == "folder" else _inside(path), sensors)
+    x, channels = raw.x, 3 * len(sensors)
+    mean, std = np.zeros(channels), np.ones(channels)
+    if standardize is not None:
+        axes = 3 if standardize == "sensor" else 1
+        blocks = x.reshape(len(x), -1, axes, _STEPS)
+        mean, std = (np.repeat(part.ravel(), axes) for part in moments(blocks, (0, 2, 3)))
+        x = scaled(x, mean[:, None], std[:, None])
+    measured = [
+        (f"{name} {axis}", unit, -most, most) for name in sensors for _, unit, most in [SENSORS[name]] for axis in "xyz"
+    ]
+    shape, order = (channels, _STEPS), ("channel", "time")
+    if time_first:
+        x, shape, order = np.ascontiguousarray(x.transpose(0, 2, 1)), shape[::-1], order[::-1]
+    measurement = Measurement.of_sensors(measured, shape, order, _HERTZ, mean=mean.tolist(), std=std.tolist())
+    return replace(raw, x=x, measurement=measurement)
+
+
+def _from_npz(path: Path, sensors: Sequence[str]) -> Arrays:
+    columns = dict.fromkeys(("y", "subject", "official_test"), ("biu", ("n",)))
+    arrays = read_npz(path, {"X": ("f", ("n", 3 * len(SENSORS), _STEPS)), **columns}, _UCI_HAR.remedy)
+    channels = [3 * list(SENSORS).index(name) + axis for name in sensors for axis in range(3)]
+    x = arrays["X"][:, channels].astype(np.float32)
+    y, subject = (arrays[name].astype(np.int64) for name in ("y", "subject"))
+    with reading(path, "to hold windows of the six activities", _UCI_HAR.remedy):
+        return Arrays(x, y, subject, _ACTIVITIES, official_test=arrays["official_test"].astype(np.bool_))
+
+
+def _inside(path: Path) -> Path:
+    """The folder inside the zip, or inside the zip in it."""
+    with reading(path, "to be a sound zip file", _UCI_HAR.remedy):
+        check_size(size := path.stat().st_size)
+        archive = zipfile.ZipFile(path)
+        check_members(archive, size)
+        for name in archive.namelist():
+            if PurePosixPath(name).name == _INNER:
+                archive = zipfile.ZipFile(io.BytesIO(archive.read(name)))
+                archive.filename = f"{path}/{name}"  # which messages name
+                check_members(archive, size)
+                break
+        return cast("Path", zipfile.Path(archive, f"{_FOLDER}/"))
+
+
+def _from_text(folder: Path, sensors: Sequence[str]) -> Arrays:
+    names = _rows(folder / "activity_labels.txt", 2, dtype=str)[:, 1].tolist()
+    with reading(folder / "activity_labels.txt", "to name WALKING to LAYING", _UCI_HAR.remedy):
+        ensure(names == [name.upper() for name in _ACTIVITIES], ", ".join(names))
+    x, y, subject, test = [], [], [], []
+    for part in ("train", "test"):
+        labels = _rows(folder / part / f"y_{part}.txt", 1, among=range(1, len(_ACTIVITIES) + 1))
+        axes = [f"{SENSORS[name][0]}_{axis}" for name in sensors for axis in "xyz"]
+        places = [folder / part / "Inertial Signals" / f"{axis}_{part}.txt" for axis in axes]
+        x.append(np.stack([_rows(place, _STEPS, len(labels)) for place in places], axis=1))
+        y.append(labels[:, 0].astype(np.int64) - 1)
+        subject.append(_rows(folder / part / f"subject_{part}.txt", 1, len(labels))[:, 0].astype(np.int64))
+        test.append(np.full(len(labels), part == "test"))
+    return Arrays(
+        np.concatenate(x), np.concatenate(y), np.concatenate(subject), _ACTIVITIES, official_test=np.concatenate(test)
+    )
+
+
+def _rows(
+    path: Path, columns: int, number: int | None = None, among: range | None = None, dtype: type = np.float32
+) -> NDArray[Any]:
+    """The rows of a text file, if they are as many, as long, and of such values as they should be."""
+    lines = f"to have {columns} {among or 'values'} in each of {number or 'its'} lines"
+    with reading(path, lines, _UCI_HAR.remedy):
+        content = path.read_bytes()
+        check_size(TEXT * len(content))
+        ensure(content.strip(), "nothing")
+        rows: NDArray[Any] = np.loadtxt(io.BytesIO(content), dtype, ndmin=2)
+        fits = rows.shape == (len(rows) if number is None else number, columns)
+        ensure(fits, f"{len(rows)} lines of {rows.shape[1]}")
+        ensure(among is None or np.isin(rows, among).all(), "others")
+        return rows
+
+
+_WESAD = SOURCES["wesad"]
+
+_CONDITIONS = ("baseline", "stress", "amusement", "meditation")
+# Samples per second of the wristband, an Empatica E4, and the numbers of each signal; its acceleration is in 1/64 g.
+_WRIST_RATES = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
+_WRIST = {"ACC": 3, "BVP": 1, "EDA": 1, "TEMP": 1}
+_CHEST = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
+_RATE = {"wrist": 32, "chest": 700}
+_WINDOW = 320
+_STREAM = {"acc": ("iuf", ("a", 3)), "bvp": ("f", ("b",)), "eda": ("f", ("e",)), "temp": ("f", ("t",))}
+_STREAM |= {"label32": ("iu", ("l",))}
+# What each feature is, in which unit, and what the devices can tell.
+_AXES = tuple((f"acceleration {axis}", "g", -16.0, 16.0) for axis in "xyz")
+_SENSORS: dict[str, tuple[Sensor, ...]] = {
+    "wrist": (
+        *_AXES,
+        ("blood volume pulse", "as Empatica's E4 gives it", -1e4, 1e4),
+        ("skin conductance", "microsiemens", 0.0, 100.0),
+        ("temperature", "degrees Celsius", 0.0, 60.0),
+    ),
+    "chest": (
+        *_AXES,
+        ("electrocardiogram", "mV", -1.5, 1.5),
+        ("electromyogram", "mV", -1.5, 1.5),
+        ("skin conductance", "microsiemens", 0.0, 25.0),
+        ("temperature", "degrees Celsius", -20.0, 60.0),
+        ("respiration", "per cent", -50.0, 50.0),
+    ),
+}
+
+
+def load_wesad(
+    root: str | Path | None = None,
+    device: Literal["wrist", "chest"] = "wrist",
+    chunk: int = 32,
+    normalize: Scale = "user",
+) -> Arrays:
+    """WESAD: baseline, stress, amusement and meditation of 15 people, with a sensor at the chest and one at the wrist.
+
+    Schmidt et al. 2018, "Introducing WESAD, a multimodal dataset for wearable stress and affect detection", ICMI. Three
+    layouts are read, in this order: the publishers' synchronised pickles ``S2/S2.pkl``, and two of the wrist only,
+    ``wesad_wrist/streams/S2.npz`` and ``wesad_wrist/windows_10s.npz``.
+
+    Load the labelled signals of one device, cut into chunks that do not overlap. Every chunk lies inside one
+    uninterrupted stretch of one condition; incomplete rests are dropped. Chunks are in time order per subject. The
+    papers use the chest with ``chunk=700`` (De Caro et al. 2023) and ``chunk=350`` (Bacciu et al. 2021).
+
+    Args:
+        device: ``"wrist"``: acceleration xyz (g), blood volume pulse, skin conductance, temperature at 32 Hz; the
+            pulse is the mean of two samples, the slow signals hold their last value. ``"chest"``: acceleration xyz,
+            ECG, EMG, skin conductance, temperature, respiration at 700 Hz, in the pickles only.
+        chunk: Time steps per chunk. It must divide 320 for ``windows_10s.npz``.
+        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.series.chunked`; the papers' is
+            ``"user"``.
+
+    Returns:
+        `x` of shape (n, chunk, features), time first; `client` the subject's number, 2 to 17.
+    """
+    at_least(1, chunk=chunk)
+    layout, path = _WESAD.find(root)
+    if device == "chest" and layout != "pickles":
+        raise ValueError(
+            f"Expected `device` to be 'wrist' with the {layout} in {path} but got 'chest', which only the publishers' "
+            "pickles hold (S2/S2.pkl and so on). Get these, or pass device='wrist'."
+        )
+    data = chunked(_recordings(layout, path, device, chunk), chunk, normalize, _CONDITIONS, path, "condition")
+    return replace(data, measurement=measured_series(chunk, normalize, _SENSORS[device], float(_RATE[device])))
+
+
+def _recordings(layout: str, folder: Path, device: str, chunk: int) -> Iterator[Recording]:
+    if layout == "wrist windows":
+        arrays = read_windows(folder, chunk, (6, _WINDOW), {"subject": "iu", "start": "iuf"}, _WESAD.remedy)
+        x, y, subject, start = (arrays[name] for name in ("X", "y", "subject", "start"))
+        for one in np.unique(subject).tolist():
+            own = np.flatnonzero(subject == one)
+            own = own[np.argsort(start[own], kind="stable")]
+            yield Recording(one, list(zip(x[own], y[own].tolist(), strict=True)), f"subject {one}")
+        return
+    widths = _CHEST if device == "chest" else _WRIST
+    for entry in numbered_paths(folder, r"S(\d{1,3})(?:\.npz)?"):
+        path = entry / f"{entry.name}.pkl" if layout == "pickles" else entry
+        content = read_pickle(path, _WESAD.remedy) if layout == "pickles" else read_npz(path, _STREAM, _WESAD.remedy)
+        with reading(path, f"to hold the {device}'s signals with their labels", _WESAD.remedy):
+            if layout == "pickles":
+                signals = {name: pickled_array(content["signal"][device][name]) for name in widths}
+                label, rate = pickled_array(content["label"]), 700
+            else:
+                signals = {name: content[name.lower()].reshape(-1, width) for name, width in widths.items()}
+                label, rate = content["label32"], 32
+            for name, signal in signals.items():
+                fits = signal.dtype.kind in "iuf" and signal.shape[1:] == (widths[name],)
+                ensure(
+                    fits, f"`{name}` of {signal.dtype} and shape {signal.shape}, not {widths[name]} numbers a sample"
+                )
+            ensure(label.ndim == 1 and label.dtype.kind in "iu", f"labels of {label.dtype} and shape {label.shape}")
+            ensure(np.isin(label, range(8)).all(), "labels beyond 0 to 7")
+            if device == "chest":
+                ensure({len(signal) for signal in signals.values()} == {len(label)}, "not a row for each label")
+                x = np.concatenate([signal.astype(np.float32) for signal in signals.values()], axis=1)
+            else:
+                x, label = _at_32_hz(signals, label, rate)
+            ensure(np.isfinite(x).all(), "values that are not finite")
+        label = np.where((label >= 1) & (label <= 4), label.astype(np.int64) - 1, -1)  # the others are left out
+        parts = [(x[start:stop], int(label[start])) for start, stop in stretches(label)]
+        yield Recording(int(entry.stem[1:]), parts, f"subject {entry.stem[1:]}")
+
+
+def _at_32_hz(
+    signals: Mapping[str, NDArray[Any]], label: NDArray[Any], rate: int
+) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """Acceleration in g, pulse, skin conductance and temperature, shape (t, 6), and the label at each time."""
+    seconds = {name: len(signals[name]) / own for name, own in _WRIST_RATES.items()} | {"label": len(label) / rate}
+    told = ", ".join(f"{length:.1f} s of `{name}`" for name, length in seconds.items())
+    ensure(max(seconds.values()) - min(seconds.values()) <= 1, f"{told}, as if truncated")
+    acc, bvp, eda, temp = (signals[name].astype(np.float32) for name in _WRIST)
+    pulse = bvp[: len(bvp) // 2 * 2].reshape(-1, 2).mean(axis=1, keepdims=True)
+    columns = [acc / 64, pulse, np.repeat(eda, 8, axis=0), np.repeat(temp, 8, axis=0)]
+    at = np.arange(min(map(len, columns))) * rate // 32
+    at = at[at < len(label)]
+    return np.concatenate([column[: len(at)] for column in columns], axis=1), label[at]

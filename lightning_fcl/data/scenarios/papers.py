@@ -1,0 +1,347 @@
+"""The scenarios of the papers `flwf`, `odfcl` and `fedvit`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lightning_fcl.data.scenarios.scenario import (
+    EMPTY,
+    MOST_ROUNDS,
+    History,
+    IntArray,
+    Plan,
+    Pool,
+    Scenario,
+    number_order,
+    with_history,
+)
+from lightning_fcl.errors import argument, at_least, between
+
+
+@dataclass(frozen=True)
+class FLwFScenario(Scenario):
+    """The scenario of Usmanova et al. 2021, section 3.4: one client whose task changes, one that stands for the others.
+
+    Args:
+        rounds: Communication rounds, shared out evenly among a client's tasks.
+        samples_per_round: Samples per client and round, the same number of each class of its task, never reused.
+        test_per_class: Samples of each class in the common test set.
+        pretrain_per_class: Samples of each class for the initial model.
+        tasks: For every client, the classes of each of its tasks. Default: client1 has class 1, then class 2;
+            generalized has all classes.
+        history: As for `ClassIncremental`.
+
+    Raises:
+        ValueError: If a class has too few samples, or a number does not divide as it must.
+
+    Example:
+        >>> plan = FLwFScenario().plan(Pool(np.repeat(np.arange(6), 1500)))
+        >>> plan.rounds, plan.clients, {client: len(rows) for client, rows in plan.train[0].items()}
+        (8, ('client1', 'generalized'), {'client1': 120, 'generalized': 120})
+    """
+
+    own_split = own_clients = True
+    rounds: int = 8
+    samples_per_round: int = 120
+    test_per_class: int = 100
+    pretrain_per_class: int = 10
+    tasks: Mapping[str, Sequence[Sequence[int]]] | None = None
+    history: History = "round"
+
+    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+        between(1, MOST_ROUNDS, rounds=self.rounds)
+        classes = np.unique(pool.y).tolist()
+        tasks = self.tasks or {"client1": [[1], [2]], "generalized": [classes]}
+        rng = np.random.default_rng([seed, 2])
+        left = {c: rng.permutation(np.flatnonzero(pool.y == c)) for c in classes}
+        test = self._draw(left, classes, self.test_per_class)
+        pretrain = self._draw(left, classes, self.pretrain_per_class)
+        train: list[dict[str, IntArray]] = []
+        experiences: dict[str, list[int]] = {client: [] for client in tasks}
+        for r in range(self.rounds):
+            current = {}
+            for client, sequence in tasks.items():
+                if self.rounds % len(sequence):
+                    raise ValueError(f"Expected `rounds` to be a multiple of client {client}'s {len(sequence)} tasks.")
+                experiences[client].append(r * len(sequence) // self.rounds)
+                labels = sequence[experiences[client][-1]]
+                if self.samples_per_round % len(labels):
+                    raise ValueError(f"Expected `samples_per_round` to be a multiple of {len(labels)} classes.")
+                current[client] = self._draw(left, labels, self.samples_per_round // len(labels))
+            train.append(current)
+        return Plan(
+            train=with_history(train, self.history),
+            experiences={client: tuple(numbers) for client, numbers in experiences.items()},
+            tasks={client: tuple(tuple(labels) for labels in sequence) for client, sequence in tasks.items()},
+            groups=np.asarray(pool.y),
+            test=test,
+            pretrain=pretrain,
+            history=self.history,
+        )
+
+    def _draw(self, left: dict[int, IntArray], labels: Sequence[int], number: int) -> IntArray:
+        drawn = [EMPTY]
+        for label in labels:
+            rows = left.get(label, EMPTY)
+            if len(rows) < number:
+                raise ValueError(
+                    f"Expected at least {number - len(rows)} more samples of class {label}. Lower `rounds`, "
+                    f"`samples_per_round` ({self.samples_per_round}), `test_per_class` or `pretrain_per_class`."
+                )
+            drawn.append(rows[:number])
+            left[label] = rows[number:]
+        return np.sort(np.concatenate(drawn))
+
+
+@dataclass(frozen=True)
+class ODFCLScenario(Scenario):
+    """The scenario of Kröger et al.: a base session, then sessions in which each node of a swarm sees its own class.
+
+    The people are drawn from the data set and numbered in the order in which they are learnt; the others are there for
+    pre-training. Experience 0 is the base session, which is no round: `lightning_fcl.callbacks.BaseSession` trains it.
+
+    Args:
+        people: Classes to learn.
+        base: Classes of the base session; the sessions share the others evenly.
+        sessions: Sessions after the base session.
+        nodes: Clients, each with its own classes of a session, or a part of one class where there are fewer.
+        train_per_class: Training samples of each class, as ``test_per_class``.
+        validation_per_class: Of the training samples, those that are kept to choose settings on.
+        pretrain_per_class: At most so many samples of each person that is not drawn; 0: no pre-training.
+        rounds_per_session: Synchronisations in each session.
+        history: ``"round"``, or ``"seen"``: the samples of all classes so far, those of the base session shared by the
+            nodes (joint training), or ``"all"``.
+
+    Raises:
+        ValueError: If there are too few people or samples, or the classes do not divide as they must.
+
+    Example:
+        >>> plan = ODFCLScenario().plan(Pool(np.repeat(np.arange(12), 40)))
+        >>> plan.rounds, plan.clients, plan.tasks["node1"], plan.classes(20)
+        (40, ('node1', 'node2', 'node3'), ((0, 1, 2, 3), (4,), (7,)), ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6)))
+    """
+
+    own_split = own_clients = True
+    people: int = 10
+    base: int = argument(4, at_least, 1)
+    sessions: int = argument(2, at_least, 1)
+    nodes: int = argument(3, at_least, 1)
+    train_per_class: int = argument(28, at_least, 1)
+    test_per_class: int = argument(7, at_least, 1)
+    validation_per_class: int = 0
+    pretrain_per_class: int = argument(100, at_least, 0)
+    rounds_per_session: int = argument(20, between, 1, MOST_ROUNDS)
+    history: History = "round"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.people <= self.base or (self.people - self.base) % self.sessions:
+            raise ValueError(
+                f"Expected `people` to leave as many classes for each of {self.sessions} sessions but got "
+                f"{self.people}, {self.base} of them in the base session. Set `people` to {self.base} and a multiple "
+                "of `sessions`."
+            )
+
+    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+        rng, y = np.random.default_rng([seed, 3]), pool.y
+        sizes = (self.train_per_class, self.test_per_class, self.validation_per_class)
+        drawn, parts = _draw_people(y, self.people, sizes, rng)
+        shares, tasks = self._shares(parts["train"])
+        joint = with_history(
+            [{node: own[e] for node, own in shares.items()} for e in range(self.sessions + 1)], self.history
+        )
+        rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, self.sessions + 1)]
+        current = tuple(e for e in range(1, self.sessions + 1) for _ in range(self.rounds_per_session))
+        others = rng.permutation(np.setdiff1d(np.arange(y.max() + 1), drawn))
+        order = np.concatenate([drawn, others])
+        numbers = np.argsort(order)[y]
+        pretrain = [rng.permutation(np.flatnonzero(y == c))[: self.pretrain_per_class] for c in others]
+        return Plan(
+            train=tuple(rounds[e - 1] for e in current),
+            experiences=dict.fromkeys(shares, current),
+            tasks={node: tuple(groups) for node, groups in tasks.items()},
+            groups=np.where(numbers < self.people, numbers, 0),
+            test=np.sort(np.concatenate(parts["test"])),
+            validation=np.sort(np.concatenate(parts["validation"])).astype(np.int64),
+            pretrain=np.sort(np.concatenate([EMPTY, *pretrain])).astype(np.int64),
+            base=np.sort(np.concatenate(parts["train"][: self.base])),
+            order=order,
+            outputs=self.people,
+            history=self.history,
+        )
+
+    def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
+        """Every node's samples and classes of the base session and of each session."""
+        base, nodes, each = self.base, self.nodes, (self.people - self.base) // self.sessions
+        shares = {
+            f"node{n + 1}": [np.sort(np.concatenate([samples[n::nodes] for samples in train[:base]]))]
+            for n in range(nodes)
+        }
+        tasks = {node: [tuple(range(base))] for node in shares}
+        for first in range(base, self.people, each):
+            hands: list[list[IntArray]] = [[EMPTY] for _ in shares]
+            groups: list[list[int]] = [[] for _ in shares]
+            for index, samples in enumerate(train[first : first + each]):
+                sharing = [n for n in range(nodes) if (index % nodes == n if nodes <= each else n % each == index)]
+                for place, n in enumerate(sharing):
+                    hands[n].append(samples[place :: len(sharing)])
+                    groups[n].append(first + index)
+            for node, hand, own in zip(shares, hands, groups, strict=True):
+                shares[node].append(np.sort(np.concatenate(hand)))
+                tasks[node].append(tuple(own))
+        return shares, tasks
+
+
+def _draw_people(
+    y: IntArray, people: int, sizes: tuple[int, int, int], rng: np.random.Generator
+) -> tuple[IntArray, dict[str, list[IntArray]]]:
+    """The classes to learn, in order, and the training, test and validation samples of each."""
+    train, test, validation = sizes
+    between(0, train - 1, validation_per_class=validation)
+    classes, counts = np.unique(y, return_counts=True)
+    enough = classes[counts >= train + test]
+    if len(enough) < people:
+        raise ValueError(
+            f"Expected at least {people} people with {train + test} samples but the data set has {len(enough)}. Lower "
+            "`people`, `train_per_class` or `test_per_class`."
+        )
+    drawn = rng.permutation(enough)[:people]
+    parts: dict[str, list[IntArray]] = {"train": [], "test": [], "validation": []}
+    for c in drawn:
+        own = rng.permutation(np.flatnonzero(y == c))
+        parts["test"].append(own[:test])
+        parts["validation"].append(own[test : test + validation])
+        parts["train"].append(own[test + validation : test + train])
+    return drawn, parts
+
+
+Blocks = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class FedViTScenario(Scenario):
+    """The scenario of Zuo et al. 2024, section 5.1: every client learns every task, in its own order, with few samples.
+
+    As the paper says, each client has a distinct sequence of the tasks, 2 to 5 of a task's classes, and 5 % to 10 % of
+    the training samples of each. Our reading: tasks are blocks of equal size, the same for all; numbers and shares are
+    drawn uniformly, the share anew for each class of a client; a class's samples are dealt in turn, and anew from the
+    first when the last is dealt, so that no sample goes to more than one client more than another. All of a task's
+    samples are there in each of its rounds. A client's draws depend on the seed, its number and the block alone.
+
+    Evaluation is task-incremental: a sample of a task is classified among the task's whole block,
+    `Plan.classes_of_task`, of which the client's own classes, `Plan.tasks`, are the ones that it is tested on.
+
+    Args:
+        tasks: Blocks into which the classes are cut; it must divide their number.
+        clients: Number of clients.
+        classes_per_client: Fewest and most classes that a client has of a block. At least 2, as one class alone leaves
+            nothing to tell apart, unless the blocks themselves have one class.
+        share: Smallest and largest share of a class's training samples that a client has.
+        rounds_per_task: Rounds that each task lasts.
+        order_per_client: Whether each client has an order of the tasks of its own; otherwise all have that of the
+            blocks.
+        class_order: The classes, in the order in which they are cut into blocks; ``"ascending"``: by label; None draws
+            one.
+
+    Raises:
+        ValueError: If a number is out of range, or a class has too few samples.
+
+    Example:
+        >>> y = np.repeat(np.arange(20), 100)
+        >>> plan = FedViTScenario(tasks=4, clients=3).plan(Pool(y, np.arange(2000)))
+        >>> plan.rounds, plan.clients, len(plan.classes_of_task("1", 0))
+        (40, ('0', '1', '2'), 5)
+        >>> set(plan.tasks["1"][0]) <= set(plan.classes_of_task("1", 0))
+        True
+    """
+
+    own_clients = True
+    tasks: int = argument(10, at_least, 1)
+    clients: int = argument(20, at_least, 1)
+    classes_per_client: Sequence[int] = (2, 5)
+    share: Sequence[float] = (0.05, 0.1)
+    rounds_per_task: int = argument(10, between, 1, MOST_ROUNDS)
+    order_per_client: bool = True
+    class_order: Sequence[int | str] | Literal["ascending"] | None = None
+
+    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+        blocks = _blocks(pool.y[pool.train], self.tasks, self.class_order, pool.classes, seed)
+        size = len(blocks[0])
+        (fewest, most), (smallest, largest) = self.classes_per_client, self.share
+        between(min(2, size), size, classes_per_client=fewest)
+        between(fewest, size, classes_per_client=most)
+        between(0, 1, share=smallest)
+        between(smallest, 1, share=largest)
+        labels, counts = np.unique(pool.y[pool.train], return_counts=True)
+        if np.rint(smallest * counts.min()) < 1:
+            raise ValueError(
+                f"Expected the smallest `share` to leave a client one sample of every class but got {smallest} of "
+                f"the {counts.min()} training samples of class {labels[counts.argmin()]}. Raise `share`."
+            )
+        clients = [str(client) for client in range(self.clients)]
+        draws = [
+            np.random.default_rng([seed, 5, client]).permutation(self.tasks).tolist() for client in range(self.clients)
+        ]
+        orders = dict(zip(clients, draws if self.order_per_client else [range(self.tasks)] * self.clients, strict=True))
+        classes, rows = self._deal(blocks, pool, seed)
+        current = tuple(task for task in range(self.tasks) for _ in range(self.rounds_per_task))
+        return Plan(
+            train=tuple({client: rows[client][order[task]] for client, order in orders.items()} for task in current),
+            experiences=dict.fromkeys(orders, current),
+            tasks={client: tuple(classes[client][b] for b in order) for client, order in orders.items()},
+            groups=np.asarray(pool.y),
+            test=pool.test,
+            validation=pool.validation,
+            task_classes={client: tuple(blocks[b] for b in order) for client, order in orders.items()},
+        )
+
+    def _deal(self, blocks: Blocks, pool: Pool, seed: int) -> tuple[dict[str, Blocks], dict[str, list[IntArray]]]:
+        """Each client's classes of each block, and its samples of these."""
+        y, members = pool.y, pool.train
+        decks = {
+            c: np.random.default_rng([seed, 7, c]).permutation(members[y[members] == c]) for c in np.unique(y).tolist()
+        }
+        dealt = dict.fromkeys(decks, 0)
+        classes: dict[str, Blocks] = {}
+        samples: dict[str, list[IntArray]] = {}
+        (fewest, most), (smallest, largest) = self.classes_per_client, self.share
+        for client in range(self.clients):
+            own: list[tuple[int, ...]] = []
+            hands: list[IntArray] = []
+            for number, block in enumerate(blocks):
+                rng = np.random.default_rng([seed, 6, client, number])
+                labels = rng.choice(block, size=rng.integers(fewest, most, endpoint=True), replace=False).tolist()
+                rows = []
+                for label in labels:
+                    deck, first = decks[label], dealt[label]
+                    dealt[label] += int(np.rint(rng.uniform(smallest, largest) * len(deck)))
+                    rows.append(deck[np.arange(first, dealt[label]) % len(deck)])
+                own.append(tuple(sorted(labels)))
+                hands.append(np.sort(np.concatenate(rows)))
+            classes[str(client)], samples[str(client)] = tuple(own), hands
+        return classes, samples
+
+
+def _blocks(
+    y: IntArray, tasks: int, order: Sequence[int | str] | str | None, names: Sequence[str], seed: int
+) -> Blocks:
+    classes = np.unique(y).tolist()
+    if not classes or len(classes) % tasks:
+        raise ValueError(
+            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}. Change it."
+        )
+    if isinstance(order, str) and order != "ascending":
+        raise ValueError(
+            f'Expected `class_order` to be "ascending" or a list of classes but got {order!r}. Leave it out.'
+        )
+    if order is None:
+        numbers = np.random.default_rng([seed, 4]).permutation(classes).tolist()
+    else:
+        numbers = classes if isinstance(order, str) else number_order(order, names, "class_order", classes)
+        numbers = [label for label in numbers if label in classes]
+    size = len(classes) // tasks
+    return tuple(tuple(sorted(numbers[first : first + size])) for first in range(0, len(classes), size))
