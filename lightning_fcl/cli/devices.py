@@ -14,18 +14,16 @@ if TYPE_CHECKING:
     from lightning_fcl.running.parts import RecipeParts
 
 
-MORE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
-  trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
-Devices and links are in lightning_fcl/device/profiles.yaml, which also says how times are estimated. A YAML file of
-your own has the entries of one of them.
-"""
-
-
 class DeviceReport(Command):
-    """What a microcontroller would need to run a recipe: nothing is trained."""
+    """What a microcontroller would need to run a recipe: nothing is trained.
+
+    M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
+      trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
+    Devices and links are in lightning_fcl/device/profiles.yaml, which also says how times are estimated. A YAML file of
+    your own has the entries of one of them.
+    """
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.epilog = MORE
         add = parser.add_argument
         add("recipes", nargs="*", metavar="RECIPE.yaml", help="recipes; later ones go over earlier ones")
         add("--config", action="append", default=[], help="a recipe, as `fit` takes it; behind the others")

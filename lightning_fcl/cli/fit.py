@@ -23,14 +23,6 @@ from lightning_fcl.hub.checkpoint import checkpoint_of_run
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.rows import Row, find_recipe, find_recipes, read_recipe_file
 
-MORE = """Every argument of the Trainer, the model and the data can follow, as in
-  lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20
-  lightning-fcl fit my.yaml more.yaml     later files go over earlier ones
-  lightning-fcl fit runs/mine             goes on from that run's newest checkpoint
-  lightning-fcl fit --help=FedViT         what a class does, and its arguments
-  lightning-fcl fit --help.all            every argument
-  lightning-fcl fit --print_config        a recipe with every default
-"""
 _HELPED = [
     "lightning_fcl",
     *(f"lightning_fcl.{name}" for name in ("callbacks", "models", "data.scenarios", "data.partition")),
@@ -38,12 +30,20 @@ _HELPED = [
 
 
 class Fit(Command):
-    """Train what a recipe says."""
+    """Train what a recipe says.
+
+    Every argument of the Trainer, the model and the data can follow, as in
+      lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20
+      lightning-fcl fit my.yaml more.yaml     later files go over earlier ones
+      lightning-fcl fit runs/mine             goes on from that run's newest checkpoint
+      lightning-fcl fit --help=FedViT         what a class does, and its arguments
+      lightning-fcl fit --help.all            every argument
+      lightning-fcl fit --print_config        a recipe with every default
+    """
 
     passes_on = True
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.epilog = MORE
         parser.allow_abbrev = False  # `--model` is none of `--model.pretrained`
         parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="CLASS", help="this, or what a class does")
         add = parser.add_argument
@@ -193,12 +193,14 @@ class Test(Command):
 
 
 class Validate(Command):
-    """Check a recipe, its data and its shapes, without training."""
+    """Check a recipe, its data and its shapes, without training.
+
+    Every argument that `fit` takes can follow.
+    """
 
     passes_on = True
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.epilog = "Every argument that `fit` takes can follow."
         parser.add_argument(
             "recipes", nargs="+", metavar="RECIPE", help="names of `lightning-fcl ls recipes`, or YAML files"
         )

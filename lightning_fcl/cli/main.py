@@ -26,7 +26,7 @@ from lightning_fcl.running.stop import Stopped, end, stop
 
 
 class Command(ABC):
-    """A command; the first line of its docstring is what its help says of it.
+    """A command, whose docstring is its help: the first line above its arguments, the rest below.
 
     Attributes:
         passes_on: Whether what it does not know is for Lightning, or for Flower; otherwise that is refused.
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if any(os.environ.get(name, "0") != "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
                     others.enter_context(redirect_stdout(others.enter_context(open(os.devnull, "w"))))
                 asked = command_of(COMMANDS[command][0])
-                own.description = getdoc(asked)
+                own.description, _, own.epilog = (getdoc(asked) or "").partition("\n\n")
                 asked.arguments(own)
                 options, more = own.parse_known_args(words[1:], argparse.Namespace(words=words[1:]))
                 if more and not asked.passes_on:

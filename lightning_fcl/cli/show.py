@@ -16,6 +16,38 @@ from lightning_fcl.door import summaries
 from lightning_fcl.errors import did_you_mean, one_of, require
 from lightning_fcl.running.rows import named_recipes
 
+KINDS: dict[str, Callable[[], dict[str, str]]] = {
+    "recipes": lambda: {name: f"{recipe.title}: {recipe.about}" for name, recipe in named_recipes().items()},
+    "methods": lambda: summaries("lightning_fcl.methods", "Method"),
+    "models": lambda: summaries("lightning_fcl.models"),
+    "datasets": lambda: {
+        one.name: f"{one.content} ({one.size}; {one.licence})"
+        for one in import_module("lightning_fcl.data.datasets").describe()
+    },
+    "scenarios": lambda: summaries("lightning_fcl.data.scenarios", "Scenario"),
+    "partitions": lambda: summaries("lightning_fcl.data.partition", "Partition"),
+    "zoo": lambda: {
+        name: published.entry.about
+        for name, published in import_module("lightning_fcl.zoo.registry").list_published().items()
+    },
+}
+_SAY = "In a recipe: {}: {{class_path: {}NAME, init_args: {{...}}}}. Arguments: lightning-fcl fit --help=NAME."
+_HOW = {
+    "recipes": "Train one: lightning-fcl fit NAME. Make it yours: lightning-fcl cp NAME my.yaml. Smaller: NAME@smoke.",
+    "methods": _SAY.format("trainer.callbacks", "lightning_fcl.callbacks."),
+    "models": _SAY.format("model.init_args.model", "lightning_fcl.models."),
+    "datasets": "In a recipe: data.data: NAME. Is it there: lightning-fcl data check NAME.",
+    "scenarios": _SAY.format("data.scenario", ""),
+    "partitions": _SAY.format("data.partition", ""),
+    "zoo": "A card: lightning-fcl zoo info NAME. To begin with: lightning-fcl fit RECIPE --model.pretrained NAME.",
+}
+_FOR_WHAT = "writes what shells complete by"
+_RECIPES = "_lightning_fcl_recipes"
+_PREAMBLE = {
+    "bash": '%s() { compgen -W "%s" -- "$1"; compgen -f -- "$1"; }',
+    "zsh": "%s() { _alternative 'recipes:recipe:(%s)' 'files:file:_files' }",
+}
+
 
 class Ls(Command):
     """List what there is, a line each."""
@@ -48,40 +80,15 @@ class Ls(Command):
         print(f"\n{_HOW[options.kind]}")
 
 
-KINDS: dict[str, Callable[[], dict[str, str]]] = {
-    "recipes": lambda: {name: f"{recipe.title}: {recipe.about}" for name, recipe in named_recipes().items()},
-    "methods": lambda: summaries("lightning_fcl.methods", "Method"),
-    "models": lambda: summaries("lightning_fcl.models"),
-    "datasets": lambda: {
-        one.name: f"{one.content} ({one.size}; {one.licence})"
-        for one in import_module("lightning_fcl.data.datasets").describe()
-    },
-    "scenarios": lambda: summaries("lightning_fcl.data.scenarios", "Scenario"),
-    "partitions": lambda: summaries("lightning_fcl.data.partition", "Partition"),
-    "zoo": lambda: {
-        name: published.entry.about
-        for name, published in import_module("lightning_fcl.zoo.registry").list_published().items()
-    },
-}
-_SAY = "In a recipe: {}: {{class_path: {}NAME, init_args: {{...}}}}. Arguments: lightning-fcl fit --help=NAME."
-_HOW = {
-    "recipes": "Train one: lightning-fcl fit NAME. Make it yours: lightning-fcl cp NAME my.yaml. Smaller: NAME@smoke.",
-    "methods": _SAY.format("trainer.callbacks", "lightning_fcl.callbacks."),
-    "models": _SAY.format("model.init_args.model", "lightning_fcl.models."),
-    "datasets": "In a recipe: data.data: NAME. Is it there: lightning-fcl data check NAME.",
-    "scenarios": _SAY.format("data.scenario", ""),
-    "partitions": _SAY.format("data.partition", ""),
-    "zoo": "A card: lightning-fcl zoo info NAME. To begin with: lightning-fcl fit RECIPE --model.pretrained NAME.",
-}
-
-
 class Data(Command):
-    """Look after data sets."""
+    """Look after data sets.
+
+    With `show`, every argument that `fit` takes can follow.
+    """
 
     passes_on = True
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.epilog = "With `show`, every argument that `fit` takes can follow."
         parser.add_argument("action", choices=("list", "check", "fetch", "show", "clear-features"))
         parser.add_argument("names", nargs="*", help="data sets (default: all); with show: a recipe")
         parser.add_argument("--out", type=Path, metavar="FILE.png", help="with show: a picture of who sees what when")
@@ -136,18 +143,15 @@ def _show(options: Namespace) -> None:
         print(write_png(options.out, draw_plan(stream.plan, stream.classes)))
 
 
-_MORE = """
-  lightning-fcl conformance FedProx          the library's
-  lightning-fcl conformance my_methods.py    every class of a file of yours that is a method, or has `claims`
-  lightning-fcl conformance my_methods.Prox  one of them, of a module that can be imported
-"""
-
-
 class Conformance(Command):
-    """Try an implementation of a method against what its paper states, on a small federation."""
+    """Try an implementation of a method against what its paper states, on a small federation.
+
+    lightning-fcl conformance FedProx          the library's
+    lightning-fcl conformance my_methods.py    every class of a file of yours that is a method, or has `claims`
+    lightning-fcl conformance my_methods.Prox  one of them, of a module that can be imported
+    """
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.epilog = _MORE
         parser.add_argument(
             "target", metavar="METHOD_OR_FILE", help="a method's name, a Python file, or a class's path"
         )
@@ -169,22 +173,14 @@ class Conformance(Command):
             raise ValueError(f"Expected every statement to hold but {failed} of {tried} do not.")
 
 
-MORE = """In ~/.bashrc: eval "$(lightning-fcl completion bash)"
-In ~/.zshrc, below compinit: eval "$(lightning-fcl completion zsh)"
-"""
-_FOR_WHAT = "writes what shells complete by"
-_RECIPES = "_lightning_fcl_recipes"
-_PREAMBLE = {
-    "bash": '%s() { compgen -W "%s" -- "$1"; compgen -f -- "$1"; }',
-    "zsh": "%s() { _alternative 'recipes:recipe:(%s)' 'files:file:_files' }",
-}
-
-
 class Completion(Command):
-    """Print what a shell needs to complete commands, recipes and options."""
+    """Print what a shell needs to complete commands, recipes and options.
+
+    In ~/.bashrc: eval "$(lightning-fcl completion bash)"
+    In ~/.zshrc, below compinit: eval "$(lightning-fcl completion zsh)"
+    """
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.epilog = MORE
         parser.add_argument("shell", choices=tuple(_PREAMBLE))
 
     def run(self, options: Namespace) -> None:

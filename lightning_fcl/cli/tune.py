@@ -41,31 +41,30 @@ _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does n
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
 _PATIENCE = 10  # after so many failures for one and the same reason, and no success, the search is at fault
 
-MORE = """A search file:
-  configs: [base.yaml, more.yaml]      # recipes, relative to this file, later ones over earlier ones
-  objective: final_accuracy/server     # one of the metrics in results.json
-  direction: maximize                  # or minimize
-  measure_on: validation               # samples of the objective; data.split.validation must be above 0
-  sampler: random                      # or grid, or tpe
-  trials: 100                          # for grid: all of it by default
-  seeds: 1                             # seeds per trial; their mean counts
-  first_seed: 0                        # the first of them
-  scale: small                         # with --row: the scale of that row
-  space:                               # what `fit` would take as --PATH VALUE
-    data.batch_size: [16, 32]
-    model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
-    trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the recipe's callback of that class
-  cases:                               # searches of their own, one with each --case: settings that stay as they are
-    25 %: {data.split.train_clients: [a, b]}
-A search that was cut off continues. Its results: best.yaml, trials.csv, trials.png, and a folder per trial and seed.
-"""
-
 
 class Tune(Command):
-    """Search for the settings of a recipe."""
+    """Search for the settings of a recipe.
+
+    A search file:
+      configs: [base.yaml, more.yaml]      # recipes, relative to this file, later ones over earlier ones
+      objective: final_accuracy/server     # one of the metrics in results.json
+      direction: maximize                  # or minimize
+      measure_on: validation               # samples of the objective; data.split.validation must be above 0
+      sampler: random                      # or grid, or tpe
+      trials: 100                          # for grid: all of it by default
+      seeds: 1                             # seeds per trial; their mean counts
+      first_seed: 0                        # the first of them
+      scale: small                         # with --row: the scale of that row
+      space:                               # what `fit` would take as --PATH VALUE
+        data.batch_size: [16, 32]
+        model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
+        trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the recipe's callback of that class
+      cases:                               # searches of their own, one with each --case: settings that stay as they are
+        25 %: {data.split.train_clients: [a, b]}
+    A search that was cut off continues. Results: best.yaml, trials.csv, trials.png, and a folder per trial and seed.
+    """
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.epilog = MORE
         add = parser.add_argument
         add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
         add("--case", help="which of the search file's cases, if it has some")

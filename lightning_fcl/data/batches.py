@@ -25,6 +25,7 @@ Batch = Any
 Take = Callable[[NDArray[np.int64]], Any]
 
 Collate = Callable[[list[Any]], Any]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,6 @@ def alike(each: Sequence[Any]) -> list[Alike]:
 def stacked(parts: Sequence[Any]) -> Any:
     """Batches of one shape as one, in the nest that the first of them has."""
     return tree_map(lambda *leaves: torch.stack(leaves), *parts)
-
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,22 @@ from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
 Groups = tuple[tuple[int, ...], ...]
+_TRAINER = (
+    "accelerator",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "detect_anomaly",
+)
+"""What of a Trainer's arguments a client's training depends on."""
+_ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
+"""What a node takes of a recipe's stream."""
+_BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
+"""What it takes where the recipe leaves it open, whatever the node's own data say: all nodes train alike."""
+_SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
 
 
 @dataclass(frozen=True)
@@ -187,27 +203,6 @@ def server_plan(
         test=plan.test - number,
         validation=plan.validation - number,
     )
-
-
-_TRAINER = (
-    "accelerator",
-    "precision",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "deterministic",
-    "benchmark",
-    "detect_anomaly",
-)
-"""What of a Trainer's arguments a client's training depends on."""
-
-_ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
-"""What a node takes of a recipe's stream."""
-
-_BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
-"""What it takes where the recipe leaves it open, whatever the node's own data say: all nodes train alike."""
-
-_SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.hub.documents import parse, read_yaml
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
+# Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
+SAMPLES = 28
+NODES = 3
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,6 @@ def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:
             f"{name}.{did_you_mean(name, known)}"
         )
     return parse(kind, known[name], f"{name} of {SHIPPED.name}", name=name)
-
-
-# Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
-SAMPLES = 28
-NODES = 3
 
 
 def device_report(

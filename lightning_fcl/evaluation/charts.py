@@ -41,6 +41,7 @@ _PNG = {
     "view": {"stroke": "#999999"},
     "facet": {"spacing": 18},
 }
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def chart_of(name: str) -> alt.Chart:
@@ -184,9 +185,6 @@ def chosen(chart: Drawn, models: Sequence[str], what: str = "model ") -> Drawn:
 def tips(**fields: str) -> list[alt.Tooltip]:
     """What shows under the pointer: fields by what they are called; an empty name stands for the field's."""
     return [alt.Tooltip(field=field, type="nominal", title=title or field) for field, title in fields.items()]
-
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def fill_template(template: str, **values: Any) -> str:

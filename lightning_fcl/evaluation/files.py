@@ -38,6 +38,10 @@ _temporary: set[Path] = set()  # what a sudden end must not leave behind
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_temporary.clear)  # it is the parent's
 
+_LONGEST = 240  # bytes of a name: that of a temporary file beside it is a little longer
+_PLAIN = re.compile(r'[^/\\:*?"<>|]*[^/\\:*?"<>| .]')
+_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)( *\..*)?", re.IGNORECASE)
+
 
 @contextmanager
 def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
@@ -290,11 +294,6 @@ def _lock(path: Path, wait: bool = True) -> int | None:
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
                 return descriptor
         os.close(descriptor)  # its owner has renamed or removed it before it could be locked
-
-
-_LONGEST = 240  # bytes of a name: that of a temporary file beside it is a little longer
-_PLAIN = re.compile(r'[^/\\:*?"<>|]*[^/\\:*?"<>| .]')
-_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)( *\..*)?", re.IGNORECASE)
 
 
 def inside(folder: Path, *names: object) -> Path:

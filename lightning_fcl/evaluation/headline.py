@@ -18,6 +18,10 @@ from lightning_fcl.errors import listed
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.metrics import curves, quantity, sign
 
+BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
+"""Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
+_WAYS = ("upload_bytes", "download_bytes")
+
 
 @dataclass(frozen=True)
 class Headline:
@@ -105,12 +109,6 @@ def extent_of(results: Mapping[str, Any]) -> str:
     clients = [model for model in results["record"]["tasks"] if model != "server"]
     counts = {"round": len(results["record"]["rounds"]), "client": len(clients)}
     return ", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counts.items())
-
-
-BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
-"""Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
-
-_WAYS = ("upload_bytes", "download_bytes")
 
 
 def volumes(record: Mapping[str, Any]) -> FloatArray:

@@ -22,6 +22,13 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+_TIMEOUT = timedelta(hours=12)  # a rank waits for the slowest one of a round
+_SHORT = 4096  # bytes that ranks tell each other at once
+_START = timedelta(minutes=30)  # and for the others to start
+MEETING = "LIGHTNING_FCL_MEETING"  # where the processes of one machine find each other
+_MOST = max(64, 4 * (os.cpu_count() or 1))  # processes of one machine
+_meetings = itertools.count()  # of this process
 
 
 class Ranks(Protocol):
@@ -69,16 +76,6 @@ def share_by_client(ranks: Ranks, mine: Mapping[str, T], order: Sequence[str]) -
         return dict(mine)
     found = {client: value for part in ranks.share(dict(mine)) for client, value in part.items()}
     return {client: found[client] for client in order if client in found}
-
-
-log = logging.getLogger(__name__)
-
-_TIMEOUT = timedelta(hours=12)  # a rank waits for the slowest one of a round
-_SHORT = 4096  # bytes that ranks tell each other at once
-_START = timedelta(minutes=30)  # and for the others to start
-MEETING = "LIGHTNING_FCL_MEETING"  # where the processes of one machine find each other
-_MOST = max(64, 4 * (os.cpu_count() or 1))  # processes of one machine
-_meetings = itertools.count()  # of this process
 
 
 class GlooRanks:

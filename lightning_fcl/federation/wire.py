@@ -21,6 +21,9 @@ from torch import Tensor
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.ranks import Ranks
 
+DIVERGED = "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
+"""What to do about numbers that are not finite."""
+
 
 class Compression(ABC):
     """A code for updates, entry by entry: a subclass says what is decoded, and how many bytes the code has."""
@@ -158,10 +161,6 @@ def _rounded(values: Tensor, bits: int) -> Tensor:
 
 def _rounded_nbytes(n: int, bits: int) -> int:
     return -(-n * bits // 8) + 4
-
-
-DIVERGED = "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
-"""What to do about numbers that are not finite."""
 
 
 @dataclass

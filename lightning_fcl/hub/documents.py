@@ -28,6 +28,10 @@ NODES = 100_000
 
 DEPTH = 100
 """How deep values may lie within values."""
+AGAIN = "Delete this copy and get the file again."
+LIMIT = "LIGHTNING_FCL_MAX_BYTES"
+"""The environment variable that sets how many bytes a file may hold once read."""
+_LEAST, _RATIO = 2_000_000_000, 20
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -120,13 +124,6 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
         parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
         known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]
-
-
-AGAIN = "Delete this copy and get the file again."
-
-LIMIT = "LIGHTNING_FCL_MAX_BYTES"
-"""The environment variable that sets how many bytes a file may hold once read."""
-_LEAST, _RATIO = 2_000_000_000, 20
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from lightning_fcl.models._parts import (
 from lightning_fcl.models.described import Described
 from lightning_fcl.models.vit import SplitViT
 
+_ABSENT = -1e4  # not -inf: a sample whose own task is absent still has a finite loss
+
 
 class LVT(SplitViT):
     """The lifelong vision transformer (Wang et al. 2022, "LVT"), of the sizes and with the arguments of `ViT`.
@@ -150,9 +152,6 @@ def _offsets(side: int) -> Tensor:
     table[0, 0] = side * side + 2
     table[1:, 1:] = apart[..., 0] * side + apart[..., 1]
     return table
-
-
-_ABSENT = -1e4  # not -inf: a sample whose own task is absent still has a finite loss
 
 
 class TaskAttention(nn.Module):

@@ -14,6 +14,10 @@ from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.models._parts import check_images
 from lightning_fcl.models.described import Described
 
+_TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
+# Depthwise-separable blocks of the backbone: output channels and stride.
+_BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))
+
 
 class MLP(Described, nn.Sequential):
     """Linear layers with ReLU between them, on flattened inputs.
@@ -44,9 +48,6 @@ class MLP(Described, nn.Sequential):
         for layer in list(self)[:-1]:
             x = layer(x)
         return x
-
-
-_TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
 
 
 class HARCNN(Described):
@@ -165,10 +166,6 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
     if not features:
         layers.append(nn.Flatten(start_dim=-2))
     return nn.Sequential(*layers), features or channels * steps
-
-
-# Depthwise-separable blocks of the backbone: output channels and stride.
-_BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))
 
 
 class DSICNet(Described):

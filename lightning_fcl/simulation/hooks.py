@@ -29,11 +29,13 @@ from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_monitors, there
 
 if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
     from lightning_fcl.simulation.strategy import FederatedStrategy
 
 
 _UNSET = 1000  # what Lightning has made of `max_epochs=None` by now
+log = logging.getLogger(__name__)
+RESTORED = "was being restored"
+"""The end of the note on an error before training began; the start is the checkpoint's path."""
 
 
 class TrainerLimits:
@@ -142,12 +144,6 @@ def count_steps(trainer: L.Trainer, number: int) -> None:
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     progress.total.completed += number
     progress.total.ready += number
-
-
-log = logging.getLogger(__name__)
-
-RESTORED = "was being restored"
-"""The end of the note on an error before training began; the start is the checkpoint's path."""
 
 
 class FitHooks(Callback):

@@ -63,6 +63,9 @@ _REFUSED = {
     SpikeDetection: "it would hold a client's loss against those of others. Clients whose numbers are not finite are "
     'dropped and named; a reduction such as `"median"` outvotes others',
 }
+log = logging.getLogger(__name__)
+_LARGEST = 200_000  # parameters of a module whose clients train side by side
+_NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
 
 
 def check_settings(
@@ -240,12 +243,6 @@ def there(value: T | None, what: str) -> T:
     if value is None:
         raise RuntimeError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
     return value
-
-
-log = logging.getLogger(__name__)
-
-_LARGEST = 200_000  # parameters of a module whose clients train side by side
-_NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
 
 
 def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, str | None]:
