@@ -6,19 +6,15 @@ import re
 import numpy as np
 import pytest
 import torch
-import yaml
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.callbacks import ContinualMetrics, FedProx
-from lightning_fcl.cli.main import main
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.wire import Quantize, TopK, transmit
-from lightning_fcl.running.rows import recipes_folder
 
 CODES = {
     "topk": TopK(0.2),
@@ -201,10 +197,10 @@ def test_a_refused_upload_leaves_what_was_left_over():
     assert equal(federation.store["a"]["residual"], kept[0]) and not equal(federation.store["b"]["residual"], kept[1])
 
 
-def run(fit, make_stream, make_task, compression, callbacks=(), path=None, seed=0, **options):
-    task, metrics = make_task(seed=seed), ContinualMetrics()
+def run(fit, make_stream, make_task, compression, **options):
+    task, metrics = make_task(), ContinualMetrics()
     stream = make_stream(rounds_per_experience=2, clients=4, partition="dirichlet")
-    trainer = fit(task, stream, [*callbacks, metrics], compression=compression, ckpt_path=path, seed=0, **options)
+    trainer = fit(task, stream, [metrics], compression=compression, seed=0, **options)
     return task.state_dict(), metrics.record["rounds"], trainer.strategy.server.store
 
 
@@ -212,9 +208,8 @@ def run(fit, make_stream, make_task, compression, callbacks=(), path=None, seed=
 @pytest.mark.parametrize("code", [TopK(1.0), TopK(0.999)])
 @pytest.mark.parametrize("cohort_size", [1, 4])
 def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, code, cohort_size):
-    plain, code = (
-        run(fit, make_stream, make_task, one, cohort_size=cohort_size) for one in (None, code)
-    )  # places would cost more than they save
+    # Places would cost more than they save.
+    plain, code = (run(fit, make_stream, make_task, one, cohort_size=cohort_size) for one in (None, code))
     assert equal(plain[0], code[0])
     assert [entry["upload_bytes"] for entry in plain[1]] == [entry["upload_bytes"] for entry in code[1]]
 
@@ -245,24 +240,13 @@ def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, code, toler
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(("store", "cohort_size"), [("memory", 1), ("disk", 4)])
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size):
-    def again(path, **change):
-        saver = [ModelCheckpoint(tmp_path, "round-{epoch}", save_top_k=-1)] if path is None else []
-        options = {"client_store": store, "cohort_size": cohort_size, "participation": 2, "compression": TopK(0.1, 6)}
-        return run(fit, make_stream, make_task, callbacks=[FedProx(0.1), *saver], path=path, seed=9 * bool(path),
-                   trainer_args={"enable_checkpointing": path is None}, **{**options, **change})  # fmt: skip
-
-    whole, resumed = again(None), again(tmp_path / "round-epoch=1.ckpt")
-    assert equal(whole[0], resumed[0])
-    taken = [client for client in "0123" if "residual" in whole[2][client]]  # who has been drawn in any round
-    assert len(taken) > 2
-    for client in taken:
-        assert equal(whole[2][client]["residual"], resumed[2][client]["residual"])
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, tmp_path, store, cohort_size):
+    options = {"client_store": store, "cohort_size": cohort_size, "participation": 2}
+    assert_resumes(make_task, lambda: FedProx(0.1), compression=TopK(0.1, 6), **options)
+    stream, path = make_stream(clients=4, rounds_per_experience=2), tmp_path / "epoch=1.ckpt"
     for other in (None, TopK(0.2, 6), Quantize(6)):
-        with pytest.raises(
-            ValueError, match=r"another: compression was \{'class': 'TopK', 'fraction': 0.1, 'bits': 6\}"
-        ):
-            again(tmp_path / "round-epoch=1.ckpt", compression=other)
+        with pytest.raises(ValueError, match=r"compression was \{'class': 'TopK', 'fraction': 0.1, 'bits': 6\}"):
+            fit(make_task(), stream, [FedProx(0.1)], ckpt_path=path, compression=other, seed=5, **options)
 
 
 def test_only_means_of_floating_point_entries_are_coded(fit, make_stream, make_task):
@@ -297,35 +281,6 @@ def test_what_is_left_over_is_kept_without_any_callback(fit, make_stream, make_t
         fit(task, make_stream(rounds_per_experience=2), callbacks, compression=TopK(0.1), seed=0, cohort_size=1)
         states.append(task.state_dict())
     assert equal(*states)
-
-
-@pytest.mark.seconds
-def test_statistics_travel_whole(fit, make_stream, make_task):
-    class Watch(Callback):
-        def __init__(self):
-            self.sent, self.rounds = [], 0
-
-        def on_client_end(self, trainer, pl_module, client_round):
-            self.sent.append((client_round.samples, {n: v.clone() for n, v in pl_module.named_buffers() if v.dim()}))
-
-        def on_round_end(self, trainer, pl_module):
-            total = sum(n for n, _ in self.sent)
-            for name in self.sent[0][1]:
-                mean = sum(n * sent[name].double() for n, sent in self.sent) / total
-                torch.testing.assert_close(pl_module.get_buffer(name), mean.float(), rtol=0, atol=1e-6)
-            assert bool((pl_module.model[1].running_var >= 0).all())
-            assert torch.isfinite(pl_module.eval()(x)).all()
-            pl_module.train()
-            self.sent, self.rounds = [], self.rounds + 1
-
-    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-    stream, watch = make_stream(rounds_per_experience=15, partition="dirichlet", drop_last=True), Watch()
-    stream.setup("fit")
-    x = stream.take(stream.plan.test)[0]
-    trainer = fit(make_task(model=net), stream, [watch], compression=TopK(0.1), local_epochs=2)
-    assert watch.rounds == 30
-    left = trainer.strategy.server.store["0"]["residual"]
-    assert "model.0.weight" in left and not any("running" in name for name in left)
 
 
 class Scaled(nn.Module):
@@ -374,27 +329,3 @@ def test_refusals():
             TypeError, match=f"to be a `Compression`, such as `TopK\\(0.1\\)`, or None but got {re.escape(repr(what))}"
         ):
             FederatedStrategy(compression=what)
-
-
-@pytest.mark.seconds
-def test_a_recipe_names_it(tmp_path):
-    strategy = {
-        "class_path": "lightning_fcl.FederatedStrategy",
-        "init_args": {
-            "compression": {"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.1}}
-        },
-    }
-    tiny = {
-        "trainer": {"max_epochs": 1, "enable_progress_bar": False, "strategy": strategy},
-        "data": {
-            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
-            "partition": {"class_path": "IID", "init_args": {"clients": 3}},
-        },
-    }
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny))
-    recipe = ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(tmp_path / "tiny.yaml")]
-    main(["fit", *recipe, "--out", str(tmp_path / "out")])
-    rows = [line.split(",") for line in (tmp_path / "out" / "metrics.csv").read_text().splitlines()]
-    up = {row[-2] for row in rows[1:] if row[1] != "server"}
-    sizes = [64 * 64, 64, 64 * 10, 10]
-    assert up == {str(sum(4 * math.ceil(0.1 * n) + min(4 * math.ceil(0.1 * n), math.ceil(n / 8)) for n in sizes))}

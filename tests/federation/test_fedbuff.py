@@ -9,7 +9,6 @@ from lightning_fcl.federation.reductions import Fixed, Mean, Own, Reduction, Sum
 from lightning_fcl.federation.robust import Krum
 from lightning_fcl.federation.schedule import Deployment, Participation
 from lightning_fcl.federation.speeds import Speeds
-from lightning_fcl.federation.wire import TopK
 from lightning_fcl.randomness import keys_of
 
 
@@ -92,19 +91,6 @@ def test_the_schedule_is_that_of_a_loop_by_hand(speeds, buffer_size, concurrency
         assert any(schedule.timed(round).staleness for round in range(plan.rounds))
 
 
-def test_a_client_is_under_way_once_and_in_the_buffer_once():
-    plan = plan_of()
-    schedule = FedBuff(Speeds(0.1, spread=1.5), 4)
-    begun(schedule, plan, 6)
-    for round in range(plan.rounds):
-        timed, flights = schedule.timed(round), schedule.clock(round + 1).flights
-        assert len(set(timed.clients)) == 4
-        assert len({flight.client for flight in flights}) == len(flights)
-        assert not {flight.client for flight in flights if flight.version == round} & {
-            client for client in timed.clients if client not in timed.staleness
-        }
-
-
 def test_whoever_asks_first_the_schedule_is_the_same():
     plan, speeds = plan_of(), Speeds(0.1, spread=0.9, variation=0.5)
 
@@ -159,11 +145,6 @@ def test_a_stale_upload_counts_less():
     assert FedBuff(Speeds(1.0), 1, staleness_exponent=0).scale(9) == 1
 
 
-def test_a_buffer_that_cannot_fill_is_refused():
-    with pytest.raises(ValueError, match="Expected `buffer_size` to be at most the stream's 8 clients but got 9"):
-        begun(FedBuff(Speeds(1.0), 9), plan_of())
-
-
 class Mine(Mean):
     name = "mean"
 
@@ -173,8 +154,3 @@ def test_reductions_other_than_means_are_refused_by_name(reduction: Reduction):
     with pytest.raises(ValueError, match=f"Expected `mean` as the reduction of all .* but `w` has `{reduction}`"):
         begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "w": reduction})
     begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "head": Own(), "reservoir": Fixed()})
-
-
-def test_compression_is_refused():
-    with pytest.raises(ValueError, match="Expected no `compression` beside `FedBuff`"):
-        FedBuff(Speeds(1.0), 2).check(TopK(0.1))

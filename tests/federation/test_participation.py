@@ -50,15 +50,6 @@ def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
         assert participation.draw(plan, round) == (drawn, [])
 
 
-def test_nobody_left(plan):
-    participation = Participation()
-    for client in plan.clients:
-        participation.withdraw(client)
-    message = "Expected at least one client with data in round 2 but none has any that has not left, as 0, 1, 2, 3"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        participation.draw(plan, 2)
-
-
 def test_only_a_swarm_misses():
     clients, rounds = [str(i) for i in range(10)], range(20)
     swarm = Swarm(dropout=0.3, missing={"4": [7]})
@@ -87,13 +78,6 @@ def test_the_master_is_the_first_who_sends_and_its_bytes_are_none(caplog):
         assert record.download_bytes == {c: 0 if c == record.master else 4 for c in sends}
     assert masters == ["a", "b", None, "b", "a"]
     assert [r.message for r in caplog.records] == ["a is out of reach as the swarm's master: b takes over."]
-
-
-def test_a_server_is_no_master():
-    record = RoundRecord()
-    record.upload("a", 8)
-    Participation().elect(record, ["a"])
-    assert record.master is None and record.upload_bytes == {"a": 8}
 
 
 @pytest.mark.parametrize("clients", [0, 0.0, -1, 1.5, float("nan")])

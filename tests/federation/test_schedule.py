@@ -56,13 +56,6 @@ def test_a_round_ends_with_its_goal_or_at_the_deadline(plan, goal, seconds, clie
     assert timed.late == [client for client in plan.clients if client not in clients]
 
 
-def test_a_time_counts_samples_epochs_and_bytes(plan):
-    schedule = Deadline(Speeds(0.01, upload_bandwidth=100, download_bandwidth=1000, latency=0.5))
-    begun(schedule, plan, local_epochs=3, download_bytes=2000, upload_bytes=400)
-    slowest = max(len(rows) for rows in plan.train[0].values())
-    assert schedule.timed(0).seconds == pytest.approx(0.5 + 3 * 0.01 * slowest + 2 + 4, abs=1e-9)
-
-
 def test_the_clock_depends_on_nothing_that_happened_before(plan):
     def timed(rounds):
         schedule = Deadline(Speeds(0.01, spread=0.8, variation=0.5), seconds=0.2, goal=3)
@@ -101,11 +94,6 @@ def test_who_has_no_data_is_skipped(plan):
 def test_bad_settings_are_refused_by_name(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_a_client_without_speed_is_named(plan):
-    with pytest.raises(ValueError, match="none of 1, 2, 3 and 2 more"):
-        begun(Deadline(Speeds(clients={"0": {"seconds_per_sample": 1}})), plan)
 
 
 def test_only_the_speeds_of_drawn_clients_are_asked_for_and_once():

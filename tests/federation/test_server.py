@@ -92,10 +92,8 @@ def test_compression_leaves_them_as_they_are():
     server, module = make_server(compression=TopK(0.3))
     extra = {"Method.mean": (torch.zeros(100), "mean")}
     sent = {"Method.mean": torch.arange(200.0).view(2, 100)}
-    assert torch.equal(
-        one_round(server, module, extra=extra, sent=sent, weights=(1, 1))[1]["Method.mean"],
-        sent["Method.mean"].mean(dim=0),
-    )
+    _, result = one_round(server, module, extra=extra, sent=sent, weights=(1, 1))
+    assert torch.equal(result["Method.mean"], sent["Method.mean"].mean(dim=0))
 
 
 def test_without_a_usable_upload_they_stay():
@@ -195,24 +193,11 @@ def test_each_client_may_keep_its_own():
     assert [state["Method.own"].item() for state in received] == [3, 4] and result["Method.own"].item() == 0
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (
-            {"weight": (torch.zeros(1), "sum")},
-            "Expected extra entries beside those of the module but got `weight`, which it has.",
-        ),
-        (
-            {"Method.x": (torch.zeros(1), "average")},
-            "Expected the reduction of `Method.x` to be one of mean, sparse_mean, sum, none, download, fixed, "
-            "median, trimmed_mean, krum but got `average`.",
-        ),
-    ],
-)
-def test_extra_entries_that_cannot_be(extra, message):
+def test_extra_entries_that_cannot_be():
     server, module = make_server()
+    message = "Expected extra entries beside those of the module but got `weight`, which it has."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        server.begin_round(module, extra=extra)
+        server.begin_round(module, extra={"weight": (torch.zeros(1), "sum")})
 
 
 def test_an_upload_without_them():
