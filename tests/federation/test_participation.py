@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 
 from lightning_fcl.federation.schedule import Participation
@@ -51,13 +50,10 @@ def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
 
 
 def test_only_a_swarm_misses():
-    clients, rounds = [str(i) for i in range(10)], range(20)
-    swarm = Swarm(dropout=0.3, missing={"4": [7]})
-    participation = Participation(seed=5, swarm=swarm)
-    missed = {(c, r) for c in clients for r in rounds if participation.misses(c, r)}
-    assert missed == {(c, r) for c in clients for r in rounds if swarm.misses(c, r, 5)} and ("4", 7) in missed
-    assert 0.2 < np.mean([(c, r) in missed for c in clients for r in rounds]) < 0.4
-    assert not any(Participation(seed=5).misses(c, r) for c in clients for r in rounds)
+    swarm, asked = Swarm(dropout=0.3, missing={"4": [7]}), [(str(i), round) for i in range(10) for round in range(20)]
+    missed = [one for one in asked if Participation(seed=5, swarm=swarm).misses(*one)]
+    assert missed == [one for one in asked if swarm.misses(*one, 5)] and ("4", 7) in missed
+    assert not any(Participation(seed=5).misses(*one) for one in asked)
     assert [Participation(swarm=s).may_miss for s in (None, Swarm(), Swarm(leaves={"1": 2}), swarm)] == [
         False, False, False, True,
     ]  # fmt: skip

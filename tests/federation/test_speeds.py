@@ -34,17 +34,11 @@ def test_what_is_drawn_depends_on_seed_client_and_round_alone():
 def test_factors_are_log_normal_with_median_one():
     speeds = Speeds(1.0, upload_bandwidth=1.0, spread=0.5)
     drawn = [speeds.of(str(client), 0) for client in range(4000)]
-    for logs in (
-        [math.log(one.seconds_per_sample) for one in drawn],
-        [-math.log(one.upload_bandwidth) for one in drawn],
-    ):
+    compute, send = ([math.log(getattr(one, of)) for one in drawn] for of in ("seconds_per_sample", "upload_bandwidth"))
+    for logs in (compute, send):
         assert abs(statistics.fmean(logs)) < 0.05 and abs(statistics.stdev(logs) - 0.5) < 0.05
-    slow = sum(one.seconds_per_sample > math.exp(0.5) for one in drawn) / len(drawn)
-    assert abs(slow - 0.159) < 0.03  # one in six, as the docstring says
-    both = statistics.correlation(
-        [math.log(one.seconds_per_sample) for one in drawn], [math.log(one.upload_bandwidth) for one in drawn]
-    )
-    assert abs(both) < 0.1
+    assert abs(statistics.fmean(log > 0.5 for log in compute) - 0.159) < 0.03  # one in six, as the docstring says
+    assert abs(statistics.correlation(compute, send)) < 0.1
 
 
 def test_the_variation_of_rounds_is_that_of_the_whole_time():
@@ -91,14 +85,8 @@ def test_every_client_has_a_time_for_its_samples():
         ({"spread": -0.1}, "Expected `spread` to be a finite number at least 0"),
         ({"variation": True}, "Expected `variation` to be a finite number"),
         ({"clients": {"a": 3}}, "Expected the speed of client a to name seconds_per_sample, .* but got 3"),
-        (
-            {"clients": {"a": {"latencies": 3}}},
-            "client a to name .* argument 'latencies'",
-        ),
-        (
-            {"clients": {"a": {"latency": -3}}},
-            "client a .* `latency` to be a finite number at least 0 but got -3",
-        ),
+        ({"clients": {"a": {"latencies": 3}}}, "client a to name .* argument 'latencies'"),
+        ({"clients": {"a": {"latency": -3}}}, "client a .* `latency` to be a finite number at least 0 but got -3"),
     ],
 )
 def test_what_is_no_speed_is_refused_by_name(arguments, message):
@@ -109,11 +97,7 @@ def test_what_is_no_speed_is_refused_by_name(arguments, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (
-            "a.csv",
-            "client,speed\na,1\n",
-            "Expected the speed of client a to name seconds_per_sample.* but got .*'speed': '1'",
-        ),
+        ("a.csv", "client,speed\na,1\n", "Expected the speed of client a to name seconds_per_sample.* .*'speed': '1'"),
         ("a.csv", "latency\n1\n", "Expected a column `client`, .*a.csv"),
         ("a.csv", "", "Expected .*a.csv to have lines but it is empty"),
         ("a.csv", "client,latency\na,1\na,2\n", "Expected each client once in .* but a comes twice"),

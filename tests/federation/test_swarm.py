@@ -26,10 +26,6 @@ def same(left, right, tolerance=0.0):
     torch.testing.assert_close(left, right, rtol=0, atol=tolerance)
 
 
-def differ(left, right):
-    return any(not torch.equal(left[name], right[name]) for name in left)
-
-
 def local_training(task, state, stream, client, round, seed=0):
     """A client's local training, written by hand."""
     local = copy.deepcopy(task)
@@ -45,12 +41,14 @@ def local_training(task, state, stream, client, round, seed=0):
     return snapshot(local), len(y)
 
 
-def by_hand(task, stream, missing):
-    """The state after each round; ``missing`` names who is out of reach in which."""
+def by_hand(task, stream, missing, leaves=()):
+    """The state after each round; ``missing`` names who is out of reach in which, ``leaves`` who leaves with which."""
     server, own, states = snapshot(task), {}, []
     for round, current in enumerate(stream.plan.train):
         uploads = []
         for client in current:
+            if round >= dict(leaves).get(client, round + 1):
+                continue
             state, n = local_training(task, own.pop(client, server), stream, client, round)
             if round in missing.get(client, ()):
                 own[client] = state
@@ -83,13 +81,7 @@ STREAM = {"partition": "dirichlet", "rounds_per_experience": 3, "clients": 4}
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize(
     "missing",
-    [
-        {"1": [1]},
-        {"0": [0, 1], "3": [1, 4]},
-        {"2": [5]},
-        {"0": [2], "1": [2], "2": [2], "3": [2]},
-        {},
-    ],
+    [{"1": [1]}, {"0": [0, 1], "3": [1, 4]}, {"2": [5]}, {client: [2] for client in "0123"}, {}],
 )
 def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_task, cohort_size, missing):
     stream, task, states = make_stream(**STREAM), make_task(), States()
@@ -98,7 +90,8 @@ def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_
     for ours, theirs in zip(states.after, expected, strict=True):
         same(ours, theirs, 0.0 if cohort_size == 1 else 1e-5)
     if missing:
-        assert differ(expected[-1], by_hand(make_task(), stream, {})[-1])
+        plain = by_hand(make_task(), stream, {})[-1]
+        assert any(not torch.equal(value, plain[name]) for name, value in expected[-1].items())
 
 
 @pytest.mark.seconds
@@ -130,17 +123,8 @@ def test_nobody_in_reach_leaves_the_server_as_it_was_and_loses_nothing(fit, make
     start = snapshot(task)
     fit(task, stream, [states, metrics], swarm=Swarm(missing=everybody), cohort_size=1, seed=0, max_epochs=3)
     same(states.after[0], start)
-    same(states.after[1], start)
     # In the third round everybody sends what three rounds of its own training have made.
-    ends = []
-    for client in stream.plan.clients:
-        state, n = start, 0
-        for round in range(3):
-            state, n = local_training(make_task(), state, stream, client, round)
-        ends.append((n, state))
-    total = sum(n for n, _ in ends)
-    expected = {name: (sum(n * s[name].double() for n, s in ends) / total).float() for name in start}
-    same(states.after[2], expected)
+    same(states.after, by_hand(make_task(), stream, everybody)[:3])
     assert [entry["master"] for entry in metrics.record["rounds"]] == [None, None, "0"]
     assert [entry["upload_bytes"] for entry in metrics.record["rounds"][:2]] == [{}, {}]
     assert "the server state stays as it was" in caplog.text
@@ -176,15 +160,7 @@ def test_the_next_node_takes_over_from_a_master_that_leaves(fit, make_stream, ma
     assert [entry["missed"] for entry in metrics.record["rounds"]] == [[]] * 4
     warnings = [r.message for r in caplog.records if "master" in r.message]
     assert warnings == ["node1 is out of reach as the swarm's master: node2 takes over."]
-    # The same as if the others had been alone from then on.
-    server = snapshot(make_task())
-    for round in range(4):
-        uploads = []
-        for client in ("node1", "node2", "node3")[0 if round < 2 else 1 :]:
-            uploads.append(local_training(make_task(), server, stream, client, round))
-        total = sum(n for _, n in uploads)
-        server = {name: (sum(n * s[name].double() for s, n in uploads) / total).float() for name in server}
-        same(states.after[round], server)
+    same(states.after, by_hand(make_task(), stream, {}, leaves={"node1": 2}))
 
 
 def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_task):
@@ -207,13 +183,8 @@ def test_cohort_is_one_by_one(fit, make_stream, make_task):
     for size in (1, 2, "auto"):
         task, metrics = make_task(), ContinualMetrics()
         options = {"swarm": Swarm(dropout=0.4), "reductions": {"model.3.bias": "none"}, "cohort_size": size}
-        fit(
-            task,
-            make_stream(**STREAM),
-            [Replay(9, "class-balanced", "round"), FedProx(0.3), metrics],
-            seed=1,
-            **options,
-        )
+        methods = [Replay(9, "class-balanced", "round"), FedProx(0.3), metrics]
+        fit(task, make_stream(**STREAM), methods, seed=1, **options)
         rounds = metrics.record["rounds"]
         bytes_sent = [(r["upload_bytes"], r["download_bytes"], r["master"], sorted(r["missed"])) for r in rounds]
         results.append((snapshot(task), bytes_sent))
@@ -281,8 +252,7 @@ def test_when_the_last_node_has_left(fit, make_stream, make_task):
 
 def test_nodes_that_the_stream_does_not_know(fit, make_stream, make_task):
     for swarm in (Swarm(missing={"1": [0], "nine": [1]}), Swarm(leaves={"nine": 1})):
-        message = "Expected names of the stream's clients (0, 1, 2) but got nine."
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        with pytest.raises(ValueError, match=r"^Expected names of the stream's clients \(0, 1, 2\) but got nine\.$"):
             fit(make_task(), make_stream(), swarm=swarm)
 
 
@@ -346,4 +316,3 @@ def test_a_classifiers_buffers_go_on_too(fit, make_stream):
     stream.setup("fit")
     fit(task, stream, swarm=Swarm(missing={"1": [0]}), seed=0, cohort_size=1)
     same(snapshot(task), by_hand(start, stream, {"1": [0]})[-1])
-    assert differ(by_hand(start, stream, {"1": [0]})[-1], by_hand(start, stream, {})[-1])
