@@ -127,17 +127,6 @@ def test_checkpoints_within_rounds_are_refused(fit, make_stream, make_task, tmp_
         fit(make_task(), make_stream(**STREAM), [saving], trainer_args={"enable_checkpointing": True})
 
 
-@pytest.mark.argument(
-    "reload_dataloaders_every_n_epochs", "honoured: loaders of validation; that of training is new each round"
-)
-def test_loaders_made_anew_with_a_cohort_and_a_method(fit, make_stream, make_task):
-    plain, anew = make_task(), make_task()
-    fit(plain, make_stream(validation=0.2, **STREAM), [EWC(5.0)], cohort_size=2)
-    args = {"reload_dataloaders_every_n_epochs": 1}
-    trainer = fit(anew, make_stream(validation=0.2, **STREAM), [EWC(5.0)], cohort_size=2, trainer_args=args)
-    assert equal(plain, anew) and trainer.reload_dataloaders_every_n_epochs == 1
-
-
 def test_a_refused_fit_leaves_the_trainer_as_it_was(make_stream, make_task, quiet):
     settings = {"accumulate_grad_batches": 2, "reload_dataloaders_every_n_epochs": 2}
     trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=99, **settings, **quiet)

@@ -37,17 +37,13 @@ def sequences():
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(60) % 3
     x = torch.randn(60, 20, 4, generator=generator) + y[:, None, None]
-    return FederatedStream.from_arrays(
-        x, y, torch.arange(60) % 5, scenario=ClassIncremental(1, 2), batch_size=8, seed=0
-    )
+    return stream_of(x, y, torch.arange(60) % 5)
 
 
 def windows():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(48, 6, 128, generator=generator), torch.arange(48) % 6
-    return FederatedStream.from_arrays(
-        x, y, torch.arange(48) % 3, scenario=ClassIncremental(1, 2), batch_size=8, seed=0
-    )
+    return stream_of(x, y, torch.arange(48) % 3)
 
 
 def mlp():

@@ -64,14 +64,10 @@ def task():
     return Classifier(MLP([64, 16, 10]), 10, torch.optim.SGD)
 
 
-def rows(folder):
-    """What a CSVLogger has written, line by line."""
-    with (Path(folder) / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def column(folder, name):
-    return [float(row[name]) for row in rows(folder) if row.get(name)]
+    """What a CSVLogger has written in a column."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
 @pytest.mark.argument("logger", "honoured: with the values of each client and of the server, by rounds")

@@ -22,17 +22,8 @@ X = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
 def stream_of(clients, rounds=1):
     """Three batches of eight samples for each client, the same whoever else there is."""
     y, chosen = np.arange(48) // 2 % 4, np.isin(OWNERS, list(clients))
-    scenario = ClassIncremental(1, rounds_per_experience=rounds)
-    return FederatedStream.from_arrays(
-        X[chosen],
-        y[chosen],
-        OWNERS[chosen],
-        scenario=scenario,
-        split=Split(test=0.0),
-        batch_size=8,
-        shuffle=False,
-        seed=0,
-    )
+    words = {"scenario": ClassIncremental(1, rounds), "split": Split(test=0.0), "batch_size": 8, "shuffle": False}
+    return FederatedStream.from_arrays(X[chosen], y[chosen], OWNERS[chosen], seed=0, **words)
 
 
 class GAN(L.LightningModule):

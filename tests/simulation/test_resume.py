@@ -14,12 +14,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import (
     ContinualMetrics,
-    DERpp,
     FederatedProgressBar,
-    FedProto,
     FedProx,
     FLwF2T,
-    ICaRL,
     Replay,
 )
 from lightning_fcl.cli.main import main
@@ -71,30 +68,6 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
         records = [[r["correct"] for r in c[3].record["rounds"]] for c in (parts, metrics)]
         assert records[0] == records[1]
         assert trainer.current_epoch == 6
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-@pytest.mark.parametrize("make", [lambda: DERpp(9, batch_size=4), lambda: FedProto(0.5), lambda: ICaRL(9)])
-def test_methods_with_a_memory_or_state_on_the_server_are_resumed(
-    fit, make_stream, make_task, tmp_path, cohort_size, make
-):
-    whole, parts, records = make_task(), make_task(seed=9), [ContinualMetrics(), ContinualMetrics()]
-    saving, options = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"cohort_size": cohort_size, "seed": 5}
-    stream, checkpointing = {"rounds_per_experience": 2}, {"enable_checkpointing": True}
-    first = fit(whole, make_stream(**stream), [make(), records[0], saving], trainer_args=checkpointing, **options)
-    path = tmp_path / "epoch=1.ckpt"
-    second = fit(parts, make_stream(**stream), [make(), records[1]], ckpt_path=path, **options)
-    assert equal(whole.state_dict(), parts.state_dict())
-    assert equal(first.strategy.server.extra, second.strategy.server.extra)
-    left, right = ([entry["correct"] for entry in metrics.record["rounds"]] for metrics in records)
-    assert left == right
-
-
-def test_checkpoints_hold_no_pickled_objects(fit, make_stream, make_task, tmp_path):
-    fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args={"enable_checkpointing": True}, **OPTIONS)
-    checkpoint = torch.load(tmp_path / "round-epoch=1.ckpt", weights_only=True)
-    assert checkpoint["epoch"] == 1
 
 
 @pytest.mark.parametrize(
@@ -181,17 +154,6 @@ def test_a_checkpoint_with_other_draws_is_refused(fit, make_stream, make_task, t
         fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "older.ckpt", **OPTIONS)
 
 
-def test_a_checkpoint_from_within_a_round_is_refused(fit, make_stream, make_task, tmp_path):
-    class Save(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 1:
-                trainer.save_checkpoint(tmp_path / "within.ckpt")
-
-    fit(make_task(), make_stream(), [Save()], cohort_size=1)
-    with pytest.raises(ValueError, match="in the middle of one"):
-        fit(make_task(), make_stream(), [Save()], cohort_size=1, ckpt_path=tmp_path / "within.ckpt")
-
-
 @pytest.mark.slow
 def test_a_killed_process_is_continued_to_the_same_end(tmp_path):
     recipe = "recipes/quickstart.yaml"
@@ -228,20 +190,10 @@ def test_a_killed_process_is_continued_to_the_same_end(tmp_path):
     assert states[0]["epoch"] == states[1]["epoch"] == 14
 
 
-def test_a_finished_fit_can_be_continued_from_its_last_checkpoint(fit, make_stream, make_task, tmp_path):
-    task, again = make_task(), make_task(seed=9)
-    saving = {"enable_checkpointing": True}
-    fit(task, make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
-    trainer = fit(again, make_stream(), callbacks(), ckpt_path=tmp_path / "round-epoch=1.ckpt", **OPTIONS)
-    assert equal(task.state_dict(), again.state_dict())
-    assert trainer.current_epoch == 2
-
-
 class AtTheEnd(Callback):
-    """Measures the model when training has ended."""
+    """Notes that training begins and ends."""
 
     def __init__(self):
-        self.weights = None
         self.calls = []
 
     def on_train_start(self, trainer, pl_module):
@@ -249,7 +201,6 @@ class AtTheEnd(Callback):
 
     def on_train_end(self, trainer, pl_module):
         self.calls.append("end")
-        self.weights = sum(float(p.detach().abs().sum()) for p in pl_module.parameters())
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -264,10 +215,11 @@ def test_what_callbacks_compute_at_the_end_is_there_after_a_resume(
     fit(task, make_stream(), [*whole, saver], trainer_args={"enable_checkpointing": True}, **options)
     shown = [*continued, FederatedProgressBar()]
     path, again = tmp_path / f"epoch={epoch}.ckpt", make_task(seed=9)
-    fit(again, make_stream(), shown, ckpt_path=path, trainer_args={"enable_progress_bar": True}, **options)
+    trainer = fit(again, make_stream(), shown, ckpt_path=path, trainer_args={"enable_progress_bar": True}, **options)
+    assert equal(task.state_dict(), again.state_dict()) and trainer.current_epoch == 2
     training = [metrics.record["training"] for metrics in (whole[0], continued[0])]
     assert training[0] == training[1] and training[0]["total"] > 100
-    assert whole[1].weights == continued[1].weights and continued[1].calls == ["start", "end"]
+    assert continued[1].calls == ["start", "end"]
     assert [len(metrics.record["rounds"]) for metrics in (whole[0], continued[0])] == [2, 2]
 
 

@@ -37,6 +37,9 @@ def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task,
     assert counts.told == counts.seen and len(set(counts.told)) > 1
 
 
+@pytest.mark.argument(
+    "reload_dataloaders_every_n_epochs", "honoured: loaders of validation; that of training is new each round"
+)
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, cohort_size, monkeypatch):
     def run(epochs):
@@ -143,14 +146,8 @@ def test_clients_whose_batches_are_planned_at_once_have_those_of_their_own_plan(
         monkeypatch.setattr(cohort, "_PLANNED", together)
         task, stream = make_task(), make_stream(partition="dirichlet", clients=6, rounds_per_experience=2)
         seen.append(Batches())
-        fit(
-            task,
-            stream,
-            [*methods(), seen[-1]],
-            cohort_size=1,
-            local_epochs=2,
-            trainer_args={"limit_train_batches": 0.7},
-        )
+        options = {"cohort_size": 1, "local_epochs": 2, "trainer_args": {"limit_train_batches": 0.7}}
+        fit(task, stream, [*methods(), seen[-1]], **options)
     assert all(map(torch.equal, seen[0].batches, seen[1].batches))
     assert len(seen[0].batches) == len(seen[1].batches) > 6
 

@@ -8,9 +8,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-)
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl import FederatedStrategy, FederatedStream, client_model
@@ -69,28 +67,6 @@ def test_strategy_is_the_hand_written_fedavg(fit, make_stream, make_task, shuffl
     start = copy.deepcopy(task)
     fit(task, stream, local_epochs=2, cohort_size=1, seed=0)
     assert equal(task.state_dict(), fedavg(start, stream, epochs=2, rounds=4))
-
-
-def test_any_lightning_module_trains_unchanged(fit, make_stream):
-    class Plain(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = nn.Linear(6, 4)
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return nn.functional.cross_entropy(self.model(x), y)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    stream, task, together = make_stream(), Plain(), Plain()
-    start = copy.deepcopy(task)
-    fit(task, stream, cohort_size=1, seed=0)
-    assert equal(task.state_dict(), fedavg(start, stream, epochs=1, rounds=2))
-    assert fit(together, stream, seed=0).strategy.clients_at_once > 1
-    torch.testing.assert_close(together.state_dict(), task.state_dict(), rtol=0, atol=1e-6)
 
 
 def test_one_client_is_the_plain_trainer(fit, make_stream, make_task):
@@ -170,22 +146,6 @@ def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, m
     assert len(places) == (4 if validation else 2)
     assert all(places)
     assert not equal(before, task.state_dict())
-
-
-def test_an_entry_without_reduction_stays_with_its_client(fit, make_stream, make_task):
-    task, stream = make_task(), make_stream()
-    head = task.model[-1].weight.clone()
-    heads = {}
-
-    class Watch(Callback):
-        def on_client_end(self, trainer, pl_module, client_round):
-            heads[client_round.client] = pl_module.model[-1].weight.clone()
-
-    trainer = fit(task, stream, [Watch()], reductions={"model.3.*": "none"}, cohort_size=1)
-    assert torch.equal(task.model[-1].weight, head)
-    assert not torch.equal(heads["0"], heads["1"])
-    for client, weight in heads.items():
-        assert torch.equal(trainer.strategy.server.store[client]["model"]["model.3.weight"], weight)
 
 
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
@@ -276,18 +236,6 @@ def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
     with client_model(trainer, "1"), pytest.raises(ValueError, match="Expected one `client_model` at a time but got"):
         client_model(trainer, "2").__enter__()
     assert equal(task.state_dict(), before)
-
-
-def test_bytes_are_those_of_what_travels(fit, make_stream, make_task):
-    logs = []
-
-    class Watch(Callback):
-        def on_round_end(self, trainer, pl_module):
-            logs.append(trainer.strategy.server.record)
-
-    fit(make_task(), make_stream(), [Watch()], reductions={"model.3.*": "none"})
-    body = 4 * (6 * 5 + 5)
-    assert all(set(log.upload_bytes.values()) == set(log.download_bytes.values()) == {body} for log in logs)
 
 
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
@@ -398,76 +346,12 @@ def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
         fit(task, make_stream())
 
 
-def test_order_of_clients_does_not_matter(fit, make_task, make_stream):
-    owners = np.array(["a", "b", "c"])[np.arange(240) % 3]
-    renamed = {"a": "c", "b": "b", "c": "a"}
-    task, mirrored = make_task(), make_task()
-    stream = make_stream(client=owners)
-    fit(task, stream, cohort_size=1, seed=0)
-    reverse = make_stream(client=owners)
-    reverse.setup("fit")
-    plan = reverse.plan
-    for current in plan.train:
-        for client in sorted(current, reverse=True):
-            current[client] = current.pop(client)
-    plan.experiences.update({client: plan.experiences.pop(client) for client in sorted(renamed, reverse=True)})
-    for known in ("clients", "name_keys"):
-        vars(plan).pop(known, None)
-    fit(mirrored, reverse, cohort_size=1, seed=0)
-    assert reverse.plan.clients == ("c", "b", "a")
-    assert close(task.state_dict(), mirrored.state_dict(), 1e-7)
-
-
-def test_a_client_is_the_same_whoever_else_takes_part(fit, make_stream, make_task):
-    uploads = {}
-
-    class Watch(Callback):
-        def __init__(self, name):
-            self.name = name
-
-        def on_client_end(self, trainer, pl_module, client_round):
-            if client_round.round == 0:
-                uploads.setdefault(client_round.client, {})[self.name] = snapshot(pl_module)
-
-    dropout = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 4))
-    for name, share in (("all", 1.0), ("some", 0.34)):
-        fit(make_task(model=copy.deepcopy(dropout)), make_stream(), [Watch(name)], participation=share, seed=3)
-    both = [states for states in uploads.values() if len(states) == 2]
-    assert both
-    assert all(equal(states["all"], states["some"]) for states in both)
-
-
-def test_sums_are_pooled(fit, make_stream):
-    """A module that counts labels instead of learning: the federation's counts are those of all data."""
-
-    class Counter(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.reductions = {"counts": "sum"}
-            self.weight = nn.Parameter(torch.zeros(1))
-            self.register_buffer("counts", torch.zeros(4, dtype=torch.float64))
-
-        def training_step(self, batch, batch_idx):
-            self.counts += torch.bincount(batch[1], minlength=4)
-            return self.weight.sum() * 0
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    task, stream = Counter(), make_stream()
-    fit(task, stream)
-    labels = torch.cat([torch.from_numpy(stream.y[rows]) for current in stream.plan.train for rows in current.values()])
-    assert torch.equal(task.counts, torch.bincount(labels, minlength=4).double())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"participation": 1.5}, "`participation` to be a share above 0"),
         ({"local_epochs": 0}, "`local_epochs` to be at least 1 but got 0"),
         ({"cohort_size": 0}, "`cohort_size`"),
         ({"client_weights": "size"}, "`client_weights`"),
-        ({"client_store": "cloud"}, "`client_store`"),
     ],
 )
 def test_wrong_arguments(arguments, message):
