@@ -43,8 +43,6 @@ ELEMENTWISE = (
     torch.optim.RMSprop,
 )
 RANDOM = "its layers draw random numbers"
-LEAVES = "its forward leaves something on the module"
-LOGS = "its loss logs, which would count padding"
 # Whoever overrides one of these looks at the gradients or the step of one model at a time.
 STEP_HOOKS = (
     "on_before_backward",
@@ -56,18 +54,6 @@ STEP_HOOKS = (
 )
 # Whoever overrides one of these sees the batch of one client at a time.
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-
-
-def why_not_vectorized(
-    module: L.LightningModule, methods: Sequence[Declaration], optimizers: Sequence[Optimizer], stream: FederatedStream
-) -> str | None:
-    """The reason why a module's clients must train one at a time, or None.
-
-    A module can be vectorised if it says that its training step is the mean of its `sample_loss`, its optimizer is one
-    of `ELEMENTWISE`, nobody looks at one model's batches or gradients, and a trial on a few samples succeeds.
-    """
-    common = why_not_side_by_side(module, methods, optimizers, stream)
-    return common or why_not_padded(module, optimizers[0], stream)
 
 
 def why_not_side_by_side(
@@ -89,7 +75,10 @@ def why_not_side_by_side(
 
 
 def why_not_padded(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:
-    """The reason why a module's clients cannot train on padded batches, or None."""
+    """The reason why a module's clients cannot train on padded batches, or None.
+
+    They can if it says that its training step is the mean of its `sample_loss`, and a trial on a few samples succeeds.
+    """
     if not isinstance(module, Vectorizable):
         return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"
     return module.why_not_vectorized() or _trial(module, optimizer, stream)
@@ -133,7 +122,7 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             step = partial(_trial_step, copied, with_parameters(optimizer, twins))
             alone = step([x], [y])
             if unlike(held(copied), begun) or loose.changes():
-                return LEAVES
+                return "its forward leaves something on the module"
             counted, module.trainer.fit_loop.max_batches = module.trainer.fit_loop.max_batches, 7
             try:  # it may depend on `trainer.num_training_batches`, which is each client's
                 again = step([x], [y])
@@ -148,9 +137,7 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.samples.draws else p[:1]]) for p in (x, y))
             padded = step([x, others_x], [y, others_y], len(own))
         except Exception as error:  # whatever it is, this module cannot be vectorised
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            known = {"randomness": RANDOM, "escaped from inside": LEAVES, LOGS: LOGS}
-            return next((why for part, why in known.items() if part in text), f"vectorising it fails ({text})")
+            return RANDOM if "randomness" in str(error) else f"vectorising it fails ({error})"
     if all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(padded, alone, strict=True)):
         return None
     return "its loss looks at other samples of a batch, and would take padding, or other clients' samples, for some"
@@ -168,7 +155,7 @@ def copy_of(module: L.LightningModule) -> L.LightningModule:
 
 
 def _refuse_log(*args: object, **kwargs: object) -> NoReturn:
-    raise ValueError(LOGS)
+    raise ValueError("its loss logs, which would count padding")
 
 
 def _trial_step(

@@ -121,7 +121,8 @@ class VectorizedTrainer(StackedTrainer):
         seed: int,
     ) -> None:
         super().__init__(module, methods, optimizer, clients_at_once, seed)
-        self._loss = _vectorizable(module)
+        assert isinstance(module, Vectorizable)  # else it would train otherwise
+        self._loss: Vectorizable = module
         self._traceable = is_traceable(module)
         self._traced: dict[tuple[str, ...], TracedStep] = {}  # of the parameters that learn
         self._known: Sequence[Tensor | None] | None = None  # the gradients of the step
@@ -227,14 +228,6 @@ class VectorizedTrainer(StackedTrainer):
 def _first(clients: int, values: Any) -> Any:
     """Of the first so many clients what is stacked in any nest of lists and dicts."""
     return tree_map(lambda value: value if len(value) == clients else value[:clients], values)
-
-
-def _vectorizable(module: nn.Module) -> Vectorizable:
-    if not isinstance(module, Vectorizable):
-        raise ValueError(
-            f"Expected a module that states its loss apart, as `Classifier` does, but got a `{type(module).__name__}`."
-        )
-    return module
 
 
 class StackedPrecision(Precision):

@@ -1,7 +1,6 @@
 """The record of a federation against evaluations by hand."""
 
 import copy
-import io
 import re
 
 import numpy as np
@@ -140,24 +139,6 @@ def test_whose_models_are_tested(fit, make_stream, make_task, clients, tested):
     metrics = ContinualMetrics(clients)
     fit(make_task(), make_stream(np.array(["n", "one", "x"])[np.arange(240) // 4 % 3]), [metrics])
     assert [set(entry["correct"]) for entry in metrics.record["rounds"]] == [{*tested, "server"}] * 2
-
-
-def test_record_survives_a_checkpoint(fit, make_stream, make_task):
-    metrics, again, file = ContinualMetrics(), ContinualMetrics(), io.BytesIO()
-    fit(make_task(), make_stream(), [metrics])
-    torch.save(metrics.state_dict(), file)
-    file.seek(0)
-    again.load_state_dict(torch.load(file, weights_only=True))
-    assert again.record == metrics.record and len(again.record["rounds"]) == 2
-
-
-def test_a_continued_fit_continues_the_record(fit, make_stream, make_task, tmp_path):
-    whole, first, second = ContinualMetrics(), ContinualMetrics(), ContinualMetrics()
-    fit(make_task(), make_stream(), [whole])
-    fit(make_task(), make_stream(), [first], max_epochs=1).save_checkpoint(tmp_path / "round.ckpt")
-    fit(make_task(seed=1), make_stream(), [second], ckpt_path=tmp_path / "round.ckpt")
-    correct = [[entry["correct"] for entry in metrics.record["rounds"]] for metrics in (whole, first, second)]
-    assert correct[1] == correct[0][:1] and correct[2] == correct[0]
 
 
 def test_a_new_fit_opens_a_new_record(fit, make_stream, make_task):

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.rounding
 
 SIZES = np.arange(4, 27)
 OWNER = np.repeat(SIZES, SIZES)
-GATHERED = []  # by a step, beside its module
 
 
 def inputs(*shape):

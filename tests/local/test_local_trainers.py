@@ -151,7 +151,7 @@ class Listening(Method):
 
 
 @pytest.mark.seconds
-def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_task, assert_near):
+def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_task):
     states, memories, sizes = [], [], []
     for cohort_size in (1, "auto"):
         stream = make_stream(clients=5, partition="dirichlet", rounds_per_experience=2)
@@ -164,8 +164,8 @@ def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_ta
         sizes.append(federation.trainer.clients_at_once)
         assert not federation.server.store.memory("1", "Anchored")
     assert sizes[0] == 1 and sizes[1] > 1
-    assert_near(*states)
-    assert_near(*memories)
+    for one, other in (states, memories):
+        torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=1e-5)
     plain = make_task()
     fit(plain, make_stream(clients=5, partition="dirichlet", rounds_per_experience=2), local_epochs=2)
     assert (plain.state_dict()["model.1.weight"] - states[0]["model.1.weight"]).abs().max() > 1e-3
@@ -174,9 +174,3 @@ def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_ta
 def test_a_user_s_own_method_that_listens_to_batches_trains_one_by_one(fit, make_stream, make_task):
     trainer = fit(make_task(), make_stream(), [Listening()], max_epochs=1)
     assert trainer.strategy.federation.trainer.clients_at_once == 1
-
-
-@pytest.fixture
-def assert_near():
-    """Two states are equal but for rounding."""
-    return lambda left, right: torch.testing.assert_close(dict(left), dict(right), rtol=0, atol=1e-5)
