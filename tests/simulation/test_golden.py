@@ -24,9 +24,9 @@ pytestmark = pytest.mark.rounding
 FILE = Path(__file__).with_name("golden.json")
 
 
-def digits(**kwargs):
+def digits():
     scenario = ClassIncremental(experiences=2, rounds_per_experience=2)
-    return FederatedStream("digits", scenario, Dirichlet(clients=6), batch_size=16, seed=0, **kwargs)
+    return FederatedStream("digits", scenario, Dirichlet(clients=6), batch_size=16, seed=0)
 
 
 def stream_of(x, y, owner):
@@ -85,17 +85,12 @@ def run(name):
     torch.manual_seed(0)
     task = make()
     trainer = L.Trainer(
-        strategy=FederatedStrategy(seed=0, **options), max_epochs=stream_rounds(stream), callbacks=methods,
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        strategy=FederatedStrategy(seed=0, **options), callbacks=methods, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(task, datamodule=stream())
     # A reservoir's tag is a hash of its bits.
     return {name: value for name, value in task.state_dict().items() if name != "readout.tag"}
-
-
-def stream_rounds(stream):
-    return 4 if stream is digits else 2
 
 
 def summary(state):

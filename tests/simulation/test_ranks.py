@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
@@ -34,7 +35,7 @@ from lightning_fcl.callbacks import (
     Replay,
     Unlearning,
 )
-from lightning_fcl.federation.reductions import Accumulator, Reduction, State
+from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.robust import Krum, TrimmedMean
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.wire import TopK
@@ -91,6 +92,18 @@ def ranks(fit, tmp_path):
     torch.set_num_threads(1)
     yield run
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def alike(ranks):
+    """Fits with so many processes each: the weights and the record of all are the same; the weights' digest."""
+
+    def check(make, numbers=(1, 2, 3), **options):
+        found = [ranks(number, *make(), **options)[:2] for number in numbers]
+        assert all(other == found[0] for other in found)
+        return found[0][0]
+
+    return check
 
 
 METHODS = {
@@ -174,13 +187,9 @@ class Own(L.LightningModule):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, 2])
-def test_a_step_of_one_s_own_gives_the_same_bits(ranks, make_stream, cohort_size):
-    found = []
-    for number in (1, 2, 3):
-        stream = make_stream(partition="dirichlet", clients=6, rounds_per_experience=2, drop_last=True)
-        found.append(ranks(number, Own(), stream, cohort_size=cohort_size)[:2])
-    assert found[0] == found[1] == found[2]
-    assert found[0][0] != digest(Own())
+def test_a_step_of_one_s_own_gives_the_same_bits(alike, make_stream, cohort_size):
+    stream = {"partition": "dirichlet", "clients": 6, "rounds_per_experience": 2, "drop_last": True}
+    assert alike(lambda: (Own(), make_stream(**stream)), cohort_size=cohort_size) != digest(Own())
 
 
 class Odd(nn.Linear):
@@ -201,74 +210,54 @@ class Odd(nn.Linear):
 
 
 @pytest.mark.seconds
-def test_a_rank_without_clients_waits_for_the_others(ranks, make_task, make_stream):
-    found = []
-    for number in (1, 3):
-        swarm = Swarm(leaves={"1": 1})
-        found.append(ranks(number, make_task(), make_stream(clients=3), cohort_size=1, swarm=swarm)[:2])
-    assert found[0] == found[1]
+def test_a_rank_without_clients_waits_for_the_others(alike, make_task, make_stream):
+    swarm = Swarm(leaves={"1": 1})
+    alike(lambda: (make_task(), make_stream(clients=3)), (1, 3), cohort_size=1, swarm=swarm)
 
 
 @pytest.mark.seconds
-def test_odd_states(ranks, make_task, make_stream):
-    found = []
-    for number in (1, 2, 3):
+def test_odd_states(alike, make_task, make_stream):
+    def make():
         torch.manual_seed(0)
-        task = make_task(model=Odd())
-        found.append(ranks(number, task, make_stream(clients=6, rounds_per_experience=2), cohort_size=1)[:2])
-    assert found[0] == found[1] == found[2]
+        return make_task(model=Odd()), make_stream(clients=6, rounds_per_experience=2)
+
+    alike(make, cohort_size=1)
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("methods", [lambda: [], lambda: [IntrinsicPlasticity()], lambda: [Unlearning({"1": 0})]])
-def test_reservoirs(ranks, make_reservoir_task, make_series_stream, methods):
+def test_reservoirs(alike, make_reservoir_task, make_series_stream, methods):
     """Sums, which the server solves, come to the same bits."""
-    found = []
-    for number in (1, 2):
-        task = make_reservoir_task()
-        found.append(
-            ranks(number, task, make_series_stream(clients=4, rounds_per_experience=3), methods(), cohort_size=2)[:2]
-        )
-    assert found[0] == found[1]
+    stream = {"clients": 4, "rounds_per_experience": 3}
+    alike(lambda: (make_reservoir_task(), make_series_stream(**stream), methods()), (1, 2), cohort_size=2)
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("options", [{"rank": 3}, {"share": "moments", "groups": 2}, {"gamma": 1.0}])
-def test_ridge_regressions(ranks, make_stream, options):
+def test_ridge_regressions(alike, make_stream, options):
     """What is gathered stands in the clients' order on any number of ranks."""
-    found = []
-    for number in (1, 2):
+
+    def make():
         torch.manual_seed(0)
         task = RidgeClassifier(MLP([6, 4]), 4, min_samples=1, **options)
-        found.append(ranks(number, task, make_stream(clients=4, rounds_per_experience=2), cohort_size=2)[:2])
-    assert found[0] == found[1]
+        return task, make_stream(clients=4, rounds_per_experience=2)
+
+    alike(make, (1, 2), cohort_size=2)
 
 
-class Maximum(Reduction):
+class Stays(Reduction):
     """A reduction of a user's own, whose accumulator keeps to itself."""
 
-    name = "maximum"
+    name = "stays"
 
-    def accumulator(self) -> Accumulator:
-        class Largest:
-            def __init__(self) -> None:
-                self.found: State = {}
-
-            def add(self, values, weights):
-                for name, rows in values.items():
-                    largest = rows.amax(dim=0)
-                    self.found[name] = torch.maximum(self.found.get(name, largest), largest)
-
-            def result(self, server):
-                return dict(self.found)
-
-        return Largest()
+    def accumulator(self):
+        return SimpleNamespace(add=lambda values, weights: None, result=dict)
 
 
 @pytest.mark.seconds
 def test_what_cannot_run_on_several_processes_is_refused(ranks, make_task, make_stream):
-    with pytest.raises(Exception, match=r"Expected the reduction `maximum` .* on one device but got 2"):
-        ranks(2, make_task(), make_stream(), reductions={"*": Maximum()}, cohort_size=1)
+    with pytest.raises(Exception, match=r"Expected the reduction `stays` .* on one device but got 2"):
+        ranks(2, make_task(), make_stream(), reductions={"*": Stays()}, cohort_size=1)
     with pytest.raises(Exception, match=r"as a round has cohorts, 2 of up to 2 clients, but got 3. Set fewer devices"):
         ranks(3, make_task(), make_stream(), cohort_size=2)
 
@@ -306,11 +295,7 @@ def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, 
 
 
 @pytest.mark.seconds
-def test_a_rehearsed_deployment(ranks, make_task, make_stream):
+def test_a_rehearsed_deployment(alike, make_task, make_stream):
     """Clients that arrive in a round train from the versions that they have, on whatever process."""
-    found = []
-    for number in (1, 2):
-        stream = make_stream(clients=6, experiences=2, rounds_per_experience=3)
-        schedule = FedBuff(Speeds(0.01, spread=1.0), buffer_size=3)
-        found.append(ranks(number, make_task(), stream, schedule=schedule, cohort_size=1)[:2])
-    assert found[0] == found[1]
+    schedule, stream = FedBuff(Speeds(0.01, spread=1.0), buffer_size=3), {"clients": 6, "rounds_per_experience": 3}
+    alike(lambda: (make_task(), make_stream(**stream)), (1, 2), schedule=schedule, cohort_size=1)

@@ -61,6 +61,16 @@ def fedavg(task, stream, epochs, rounds, weight=lambda client, n: n, choose=None
     return server
 
 
+class Records(Callback):
+    """Keeps the record of each round."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_end(self, trainer, pl_module):
+        self.rounds.append(trainer.strategy.server.record)
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_strategy_is_the_hand_written_fedavg(fit, make_stream, make_task, shuffle):
     stream, task = make_stream(rounds_per_experience=2, shuffle=shuffle), make_task()
@@ -111,16 +121,10 @@ def test_client_weights(fit, make_stream, make_task, weights, weight):
 
 def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_task):
     owners = np.array(["a", "a", "b", "c"])[np.arange(240) % 4]  # by label
-    stream = make_stream(client=owners, class_order=[0, 1, 2, 3])
-    seen = []
-
-    class Watch(Callback):
-        def on_round_end(self, trainer, pl_module):
-            seen.append(trainer.strategy.server.record)
-
-    fit(make_task(), stream, [Watch()])
-    assert [log.skipped for log in seen] == [["b", "c"], ["a"]]
-    assert [list(log.upload_bytes) for log in seen] == [["a"], ["b", "c"]]
+    records = Records()
+    fit(make_task(), make_stream(client=owners, class_order=[0, 1, 2, 3]), [records])
+    assert [record.skipped for record in records.rounds] == [["b", "c"], ["a"]]
+    assert [list(record.upload_bytes) for record in records.rounds] == [["a"], ["b", "c"]]
 
 
 @pytest.mark.argument("callbacks", "honoured: their hooks see the server's model before a round and after it")
@@ -210,24 +214,11 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
     assert len({tuple(correct[client]) for client in "0123"}) > 2
 
 
-def test_a_client_s_model_is_there_for_a_while(fit, make_stream, make_task, caplog):
-    task, stream = make_task(), make_stream()
-    trainer = fit(task, stream, reductions={"model.3.*": "none"})
-    server = snapshot(task)
-    with pytest.raises(RuntimeError, match="enough"), client_model(trainer, "1"):
-        trainer.test(task, datamodule=stream, verbose=False)
-        assert "This is the server's model" not in caplog.text and not equal(task.state_dict(), server)
-        raise RuntimeError("enough")
-    assert equal(task.state_dict(), server)
-    trainer.test(task, datamodule=stream, verbose=False)
-    assert "This is the server's model" in caplog.text
-
-
 def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"one of the stream's \(none before a fit\) but got 0"):
         FederatedStrategy().client_state("0")
     task = make_task()
-    trainer = fit(task, make_stream())
+    trainer = fit(task, make_stream(), reductions={"model.3.*": "none"})
     before = snapshot(task)
     with pytest.raises(ValueError, match=r"one of the stream's \(0, 1, 2\) but got seven"):
         trainer.strategy.client_state("seven")
@@ -235,20 +226,18 @@ def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
         pass
     with client_model(trainer, "1"), pytest.raises(ValueError, match="Expected one `client_model` at a time but got"):
         client_model(trainer, "2").__enter__()
+    with pytest.raises(RuntimeError, match="enough"), client_model(trainer, "1"):
+        assert not equal(task.state_dict(), before)
+        raise RuntimeError("enough")
     assert equal(task.state_dict(), before)
 
 
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize(("reduction", "down"), [("download", 4 * (35 + 24)), ("fixed", 4 * 35)])
 def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, reduction, down, cohort_size):
-    task, stream, logs = make_task(), make_stream(), []
-
-    class Watch(Callback):
-        def on_round_end(self, trainer, pl_module):
-            logs.append(trainer.strategy.server.record)
-
+    task, stream, records = make_task(), make_stream(), Records()
     start, server = copy.deepcopy(task), snapshot(task)
-    fit(task, stream, [Watch()], reductions={"model.3.*": reduction}, cohort_size=cohort_size, seed=0)
+    fit(task, stream, [records], reductions={"model.3.*": reduction}, cohort_size=cohort_size, seed=0)
     for round in range(2):  # each client trains the head too, from the server's
         states = []
         for client in stream.plan.train[round]:
@@ -260,8 +249,8 @@ def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, red
         server |= {name: value.float() for name, value in means.items() if not name.startswith("model.3.")}
     assert close(task.state_dict(), server)
     assert torch.equal(task.model[3].weight, start.model[3].weight)
-    for log in logs:
-        assert set(log.upload_bytes.values()) == {4 * 35} and set(log.download_bytes.values()) == {down}
+    for record in records.rounds:
+        assert set(record.upload_bytes.values()) == {4 * 35} and set(record.download_bytes.values()) == {down}
 
 
 @pytest.mark.parametrize("reduction", ["download", "fixed"])
@@ -273,23 +262,18 @@ def test_numbers_that_are_not_sent_may_be_anything(fit, make_stream, make_task, 
 
 
 def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, make_task, caplog):
-    logs = []
-
-    class Poison(Callback):
+    class Poison(Records):
         def on_before_zero_grad(self, trainer, pl_module, optimizer):
             if trainer.strategy.client_round.client == "1":
                 pl_module.model[1].weight.data[0, 0] = float("nan")
 
-        def on_round_end(self, trainer, pl_module):
-            logs.append(trainer.strategy.server.record)
-
-    task, stream = make_task(), make_stream()
+    task, stream, poison = make_task(), make_stream(), Poison()
     start = copy.deepcopy(task)
-    fit(task, stream, [Poison()], cohort_size=1, seed=0)
+    fit(task, stream, [poison], cohort_size=1, seed=0)
     expected = fedavg(start, stream, 1, 2, choose=lambda round: [c for c in stream.plan.train[round] if c != "1"])
     assert equal(task.state_dict(), expected)
-    assert all(set(log.dropped) == {"1"} and "1" not in log.upload_bytes for log in logs)
-    assert "not finite: model.1.weight" in logs[0].dropped["1"]
+    assert all(set(record.dropped) == {"1"} and "1" not in record.upload_bytes for record in poison.rounds)
+    assert "not finite: model.1.weight" in poison.rounds[0].dropped["1"]
     assert "dropped the upload of client 1" in caplog.text
     assert "Lower the learning rate, or a method's strength, or clip gradients" in caplog.text
 
@@ -305,14 +289,9 @@ class Overflowing(Method):
 def test_a_client_whose_loss_is_not_finite_is_named_though_its_weights_are(
     fit, make_stream, make_task, caplog, cohort_size
 ):
-    task, stream, records = make_task(), make_stream(), []
-
-    class Keep(Callback):
-        def on_round_end(self, trainer, pl_module):
-            records.append(trainer.strategy.server.record)
-
-    fit(task, stream, [Overflowing(clients=["1"]), Keep()], cohort_size=cohort_size)
-    assert all(record.diverged == ["1"] and not record.dropped for record in records)
+    task, records = make_task(), Records()
+    fit(task, make_stream(), [Overflowing(clients=["1"]), records], cohort_size=cohort_size)
+    assert all(record.diverged == ["1"] and not record.dropped for record in records.rounds)
     assert all(p.isfinite().all() for p in task.parameters())
     message = "Round 0: the loss of client 1 was not finite, though all that it sends is. Lower the learning rate"
     assert message in caplog.text and "client 2 was not" not in caplog.text
