@@ -394,11 +394,7 @@ def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, ma
 
     metrics = ContinualMetrics(when="both")
     swarm = Swarm(leaves={"2": 2}, missing={"0": [3]})
-    options = {
-        "swarm": swarm,
-        "cohort_size": 1,
-        "on_unusable_round": "warn",
-    }  # it is the only one
+    options = {"swarm": swarm, "cohort_size": 1, "on_unusable_round": "warn"}  # it is the only one
     fit(make_task(), make_stream(rounds_per_experience=4), [metrics, Diverges()], **options)
     rounds = metrics.record["rounds"]
     assert "1" in rounds[3]["dropped"]

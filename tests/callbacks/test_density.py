@@ -122,10 +122,8 @@ def test_a_stream_without_owners_and_groups_that_are_domains(fit, task):
 def test_groups_without_test_samples_are_left_out(fit, task):
     x, y = sequences()
     client = np.where(y == 3, "ann", OWNERS[np.arange(240) // 4 % 3])
-    data, measured = (
-        FederatedStream.from_arrays(x, y, client, scenario=ClassIncremental(4), split=Split(test=["bob"]), seed=0),
-        ActivationDensity(),
-    )
+    data = FederatedStream.from_arrays(x, y, client, scenario=ClassIncremental(4), split=Split(test=["bob"]), seed=0)
+    measured = ActivationDensity()
     fit(task(), data, [measured])
     assert list(measured.record["experiences"][-1]["groups"]) == ["0", "1", "2"]
 
@@ -146,10 +144,8 @@ def test_measuring_does_not_change_the_fit(fit, task):
     results = []
     for callbacks in ([], [ActivationDensity()]):
         torch.manual_seed(0)
-        module, data = (
-            task(),
-            FederatedStream.from_arrays(Noisy(), scenario=ClassIncremental(2), partition=IID(2), seed=0),
-        )
+        module = task()
+        data = FederatedStream.from_arrays(Noisy(), scenario=ClassIncremental(2), partition=IID(2), seed=0)
         fit(module, data, callbacks)
         results.append(module.state_dict())
         assert module.training
@@ -180,10 +176,9 @@ def test_what_cannot_be_measured_is_refused(fit, stream, task, make_stream, make
     with pytest.raises(ValueError, match="`test` to be above 0 but got no test samples"):
         fit(task(), stream(test=0.0), [ActivationDensity()])
     trainer = L.Trainer(max_epochs=2, callbacks=[ActivationDensity()], **quiet)
+    alone = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(2), partition=IID(1))
     with pytest.raises(ValueError, match=re.escape('`strategy="federated"`')):
-        trainer.fit(
-            task(), datamodule=FederatedStream.from_arrays(x, y, scenario=ClassIncremental(2), partition=IID(1))
-        )
+        trainer.fit(task(), datamodule=alone)
     trainer = L.Trainer(max_epochs=1, callbacks=[ActivationDensity()], **quiet)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y)))
     with pytest.raises(ValueError, match="Expected a `FederatedStream` as the Trainer's `datamodule` but got None"):

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from lightning_fcl.federation.aggregation import BUILT_IN, Aggregator, declare, resolve
 from lightning_fcl.federation.robust import Krum, TrimmedMean, krum, median, trimmed_mean
@@ -85,24 +84,6 @@ def test_bool_entries_take_the_majority_or_any():
     uploads = [torch.tensor([True, True]), torch.tensor([True, False]), torch.tensor([False, False])]
     assert aggregate("mean", uploads).tolist() == [True, False]
     assert aggregate("sum", uploads).tolist() == [True, True]
-
-
-def test_buffers_of_a_real_batch_norm():
-    layers, inputs = [nn.BatchNorm1d(3) for _ in range(3)], random_uploads(3, (8, 3))
-    for steps, layer, x in zip((1, 2, 5), layers, inputs, strict=True):
-        for _ in range(steps):
-            layer(x)
-    server = nn.BatchNorm1d(3).state_dict()
-    aggregator = Aggregator(declare(server))
-    for layer, weight in zip(layers, (1, 1, 2), strict=True):
-        add(aggregator, layer.state_dict(), weight)
-    result = aggregator.result(server)
-    for name in ("running_mean", "running_var"):
-        values = np.stack([getattr(layer, name).double().numpy() for layer in layers])
-        np.testing.assert_allclose(result[name].numpy(), np.average(values, axis=0, weights=[1, 1, 2]), rtol=1e-6)
-    assert result["num_batches_tracked"].dtype == torch.int64
-    assert result["num_batches_tracked"].item() == 3  # (1 + 2 + 2 * 5) / 4 = 3.25
-    nn.BatchNorm1d(3).load_state_dict(result)
 
 
 @pytest.mark.parametrize("clients", [1, 2, 5, 6])

@@ -66,15 +66,6 @@ def test_another_store_on_the_folder_goes_on(tmp_path):
     assert list(again) == ["ü"] and same(again["ü"], STATE)
 
 
-def test_without_a_folder_a_temporary_one_is_used_and_removed():
-    store = ClientStore("disk")
-    store["client1"] = STATE
-    folder = store._folder
-    assert same(store["client1"], STATE) and folder.exists()
-    store._temporary.cleanup()
-    assert not folder.exists()
-
-
 OWNER = """
 import os, signal, sys
 import torch

@@ -429,10 +429,11 @@ def test_threads_and_instruction_sets_change_no_bit(tmp_path):
     torch.save((inputs, uploads_of(30)), tmp_path / "inputs")
     code = f"import test_exact; print(test_exact.digest({str(tmp_path / 'inputs')!r}))"
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    expected = digest(tmp_path / "inputs") + "\n"
     for settings in SETTINGS:
         env = {**os.environ, "PYTHONPATH": path, **settings}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        assert done.stdout == digest(tmp_path / "inputs") + "\n"
+        assert done.stdout == expected
 
 
 def digest(path):

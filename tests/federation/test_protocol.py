@@ -93,9 +93,3 @@ def test_networks_with_such_names(fit, make_stream):
     fit(task, make_stream(), [ContinualMetrics()])
     with pytest.raises(ValueError, match="Expected a `model` with `embed"):
         fit(task, make_stream(), [FedProto()])
-
-
-def test_the_library_s_tasks_mean_what_they_say():
-    task = Classifier(nn.Linear(6, 4), 4)
-    asked = (protocol.StatesLoss, protocol.Vectorizable, protocol.MasksLogits, protocol.HasClasses, MakesNetwork)
-    assert all(isinstance(task, kind) for kind in asked)

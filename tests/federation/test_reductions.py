@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.federation.aggregation import Aggregator, reductions_of
-from lightning_fcl.federation.reductions import Mean, Reduction, Sum
+from lightning_fcl.federation.reductions import Gather, Mean, Reduction, Sum
 from lightning_fcl.federation.robust import Krum, TrimmedMean
 from lightning_fcl.federation.wire import TopK
 
@@ -52,22 +52,7 @@ class Maximum(Reduction):
     name = "maximum"
 
     def accumulator(self):
-        return Largest()
-
-
-class Largest:
-    """The largest upload up to now."""
-
-    def __init__(self):
-        self.largest = {}
-
-    def add(self, values, weights):
-        for name, value in values.items():
-            here = value.amax(dim=0)
-            self.largest[name] = torch.maximum(self.largest[name], here) if name in self.largest else here
-
-    def result(self, server):
-        return self.largest
+        return Gather(lambda rows, server: {name: torch.stack(row).amax(dim=0) for name, row in rows.items()})
 
 
 class Extent(L.LightningModule):

@@ -106,26 +106,13 @@ def test_without_a_usable_upload_they_stay():
     assert server.finish_round()["Method.counts"].tolist() == [10, 0, 0] == server.extra["Method.counts"].tolist()
 
 
-def test_resumed_is_uninterrupted(tmp_path):
-    whole, module = make_server()
-    for round in range(4):
-        one_round(whole, module, round)
-        if round == 1:
-            kept = {"server": whole.state_dict(), "module": module.state_dict()}
-            torch.save(kept, tmp_path / "checkpoint.pt")
-    again, other = make_server()
-    kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    other.load_state_dict(kept["module"])
-    again.load_state_dict(kept["server"])
-    again.begin(other, extra=EXTRA)
-    for round in (2, 3):
-        one_round(again, other, round)
-    assert again.state.keys() == whole.state.keys()
-    assert all(torch.equal(again.state[name], whole.state[name]) for name in whole.state)
-    assert again.extra.keys() == EXTRA.keys()
-    del kept["server"]["extra"]  # of an earlier version
-    again.load_state_dict(kept["server"])
-    assert again.extra == {}
+def test_what_an_earlier_version_has_kept_has_none():
+    server, module = make_server()
+    one_round(server, module)
+    kept = server.state_dict()
+    assert kept.pop("extra").keys() == EXTRA.keys()
+    server.load_state_dict(kept)
+    assert server.extra == {}
 
 
 @pytest.mark.parametrize("clients", [None, 3, {"x": 3}, {"a": {"model": 3}}])

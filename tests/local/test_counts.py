@@ -294,7 +294,7 @@ def test_what_would_count_padding_or_draw_trains_one_at_a_time(fit, kind):
 
 
 def test_what_is_measured_in_a_loss_is_measured_of_all_clients(fit):
-    tasks = [Measures(), Measures()]  # whose buffer and generator nobody uses
+    tasks = [Measures(), Measures()]
     for task, size in zip(tasks, (1, "auto"), strict=True):
         assert (fit(task, stream_of(a=24, b=9), cohort_size=size).strategy.clients_at_once > 1) == (size == "auto")
     assert torch.equal(tasks[0].accuracy.tp, tasks[1].accuracy.tp) and tasks[0].accuracy.tp.any()
