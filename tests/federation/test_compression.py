@@ -215,30 +215,6 @@ def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, 
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("code", CODES)
-def test_training_with_compression(fit, make_stream, make_task, code):
-    plain, compressed = (run(fit, make_stream, make_task, one, local_epochs=3) for one in (None, CODES[code]))
-    expected = sum(
-        CODES[code].nbytes(v.numel(), 4) if CODES[code].nbytes(v.numel(), 4) < v.nbytes else v.nbytes
-        for v in plain[0].values()
-    )
-    for left, right in zip(plain[1], compressed[1], strict=True):
-        assert set(right["upload_bytes"].values()) == {expected}
-        assert left["download_bytes"] == right["download_bytes"]
-    assert expected < 0.55 * sum(value.nbytes for value in plain[0].values())
-    assert not equal(plain[0], compressed[0])
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize(("code", "tolerance"), [("topk", 1e-5), ("quantize", 5e-3)])
-def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, code, tolerance):
-    # A number that lies between two steps may go either way, as the cohort's sums have another order.
-    one, many = (run(fit, make_stream, make_task, CODES[code], cohort_size=size) for size in (1, 4))
-    torch.testing.assert_close(dict(one[0]), dict(many[0]), rtol=0, atol=tolerance)
-    assert [entry["upload_bytes"] for entry in one[1]] == [entry["upload_bytes"] for entry in many[1]]
-
-
-@pytest.mark.seconds
 @pytest.mark.parametrize(("store", "cohort_size"), [("memory", 1), ("disk", 4)])
 def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_resumes, tmp_path, store, cohort_size):
     options = {"client_store": store, "cohort_size": cohort_size, "participation": 2}
@@ -255,6 +231,7 @@ def test_only_means_of_floating_point_entries_are_coded(fit, make_stream, make_t
     differ = {name for name in plain[0] if not torch.equal(plain[0][name], coded[0][name])}
     assert differ == {"model.3.weight"} == set(coded[2]["0"]["residual"])
     assert set(coded[2]["0"]["model"]) == {"model.3.bias"}
+    assert plain[1][0]["download_bytes"] == coded[1][0]["download_bytes"]
 
 
 def test_what_is_left_over_waits_while_an_entry_does_not_travel():

@@ -73,29 +73,22 @@ def differ(left, right):
 @pytest.mark.argument("accumulate_grad_batches", "honoured: batches of a client, whose last group may be smaller")
 @pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
-@pytest.mark.parametrize(("optimizer", "every"), [("sgd", 3), ("momentum", 2), ("adam", 3), ("adam", 1000)])
-def test_gradients_accumulate_within_a_client(fit, make_stream, make_task, optimizer, every, cohort_size):
+@pytest.mark.parametrize(
+    ("optimizer", "every", "clip"),
+    [("sgd", 3, None), ("sgd", 3, 0.2), ("momentum", 2, None), ("adam", 3, None), ("adam", 1000, None)],
+)
+def test_gradients_accumulate_within_a_client(fit, make_stream, make_task, optimizer, every, clip, cohort_size):
+    """They are clipped once, all of a step together."""
     stream, task = make_stream(**STREAM), make_task(OPTIMIZERS[optimizer])
     start = copy.deepcopy(task)
-    trainer_args = {"accumulate_grad_batches": every}
+    trainer_args = {"accumulate_grad_batches": every, "gradient_clip_val": clip}
     trainer = fit(task, stream, trainer_args=trainer_args, cohort_size=cohort_size, local_epochs=2, seed=0)
-    expected = by_hand(start, stream, OPTIMIZERS[optimizer], every)
+    expected = by_hand(start, stream, OPTIMIZERS[optimizer], every, clip=clip)
     near(task.state_dict(), expected)
-    assert differ(expected, by_hand(start, stream, OPTIMIZERS[optimizer]))
+    assert differ(expected, by_hand(start, stream, OPTIMIZERS[optimizer], every if clip else 1))
     assert trainer.accumulate_grad_batches == every  # as it was given
     lengths = {-(-len(rows) // 8) % 2 for current in stream.plan.train for rows in current.values()}
     assert lengths == {0, 1}  # groups of batches are whole for some clients, incomplete for others
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("cohort_size", [1, "auto"])
-def test_accumulated_gradients_are_clipped_once(fit, make_stream, make_task, cohort_size):
-    stream, task = make_stream(**STREAM), make_task()
-    start = copy.deepcopy(task)
-    arguments = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}
-    fit(task, stream, trainer_args=arguments, cohort_size=cohort_size, local_epochs=2, seed=0)
-    near(task.state_dict(), by_hand(start, stream, OPTIMIZERS["sgd"], 3, clip=0.2))
-    assert differ(task.state_dict(), by_hand(start, stream, OPTIMIZERS["sgd"], 3))
 
 
 @pytest.mark.seconds
