@@ -15,6 +15,8 @@ import lightning_fcl
 from lightning_fcl.deployment.messages import arrays_of, head_of, record_of
 from lightning_fcl.deployment.node import Node
 
+from .recipes import method
+
 FOLDER = Path(lightning_fcl.__file__).parents[1]
 NAMED = [line for line in (FOLDER / "requirements-client.txt").read_text().splitlines() if line[:1].isalpha()]
 
@@ -50,11 +52,9 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 @pytest.mark.slow
 def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, brought_files, tmp_path):
     """To the same upload as where everything is."""
-    one = rehearsal(
-        {"trainer": {"callbacks": [{"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"beta": 0.3}}]}}
-    )
+    one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3)]}})
     one.simulate()
-    link = wire([one.node(client) for client in one.clients])
+    link = wire(one.nodes())
     one.serve(link, clients_at_least=3)
     sent = [parcel for number, parcel in link.asked if link.reached[number].client == "1"]
     for count, parcel in enumerate(sent):
