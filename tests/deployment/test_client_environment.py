@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from importlib.metadata import distribution
 from pathlib import Path
 from zlib import crc32
 
@@ -50,7 +49,7 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 
 
 @pytest.mark.slow
-def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, brought_files, tmp_path):
+def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, install, tmp_path):
     """To the same upload as where everything is."""
     one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3)]}})
     one.simulate()
@@ -59,12 +58,9 @@ def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, w
     sent = [parcel for number, parcel in link.asked if link.reached[number].client == "1"]
     for count, parcel in enumerate(sent):
         torch.save((dict(parcel.head), dict(parcel.state)), tmp_path / f"sent-{count}")
-    installed, packages = tmp_path / "installed", Path(distribution("torch").locate_file(""))
+    installed = tmp_path / "installed"
     installed.mkdir()
-    for name in brought_files([Requirement(line).name for line in NAMED]):
-        if (packages / name).exists():
-            (installed / name).symlink_to(packages / name)
-    others = [path.name for path in packages.iterdir() if not (installed / path.name).exists()]
+    others = install(installed, [Requirement(line).name for line in NAMED])
     assert {"avalanche", "jsonargparse", "torchvision", "sklearn", "pandas"} <= set(others)
     known = {"INSTALLED": installed, "PACKAGE": FOLDER, "OTHERS": others, "HERE": tmp_path}
     known["DATA"] = one.folder / "data" / "1.npz"
