@@ -15,7 +15,9 @@ import zipfile
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import lightning.fabric.utilities.registry
 import lightning.pytorch as L
@@ -32,6 +34,7 @@ from lightning_fcl.cli.main import main
 from lightning_fcl.data.partition import IID, Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FLwFScenario
 from lightning_fcl.data.split import Split
+from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
@@ -89,14 +92,18 @@ def brought():
 
 
 @pytest.fixture(scope="session")
-def brought_files(brought):
-    """Tells the folders and files in site-packages of these."""
+def install(brought):
+    """Links these into a folder, as in site-packages, and tells what else there is here."""
 
-    def by(requirements):
+    def into(folder, requirements):
+        packages = Path(distribution("torch").locate_file(""))
         files = (file for package in brought(requirements).values() for file in package.files or [])
-        return {file.parts[0] for file in files if file.parts[0] != ".."}
+        for name in {file.parts[0] for file in files} - {".."}:
+            if (packages / name).exists():
+                (folder / name).symlink_to(packages / name)
+        return [path.name for path in packages.iterdir() if not (folder / path.name).exists()]
 
-    return by
+    return into
 
 
 @pytest.fixture
@@ -172,6 +179,30 @@ def make_task():
         return Classifier(model if model is not None else MLP([6, 5, 4]), 4, optimizer)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def small_recipe():
+    """What goes over the quickstart's recipe to make it small."""
+
+    def make(rounds, clients, rounds_per_experience=1, **data):
+        strategy = {"init_args": {"local_epochs": 1}}
+        scenario = {"init_args": {"experiences": 2, "rounds_per_experience": rounds_per_experience}}
+        partition = {"class_path": "IID", "init_args": {"clients": clients}}
+        return {
+            "trainer": {"max_epochs": rounds, "enable_progress_bar": False, "strategy": strategy},
+            "data": {"scenario": scenario, "partition": partition, **data},
+        }
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def without_pages():
+    """In its block the pages of runs are empty files: they take longer than the runs do."""
+    return lambda: patch(
+        "lightning_fcl.evaluation.results.write_page", lambda folder, _: write_whole(folder / "report.html", "")
+    )
 
 
 @pytest.fixture
@@ -329,39 +360,51 @@ def pack():
 
 
 @pytest.fixture
-def serve(tmp_path, monkeypatch):
-    """Serves a file, or files in an archive, on this machine.
-
-    Gives a source with this URL and digest, the served file, and the paths asked for.
-    """
-    asked = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=tmp_path / "server")
-
-        def log_message(self, *args):
-            asked.append(self.path)
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+def serve_folder(monkeypatch):
+    """Serves folders on this machine: makes the URL of one, and the list of what it is asked for."""
+    servers = []
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    def make(folder):
+        asked = []
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def log_request(self, *_):
+                asked.append(self.path)
+
+            def log_message(self, *_):
+                pass
+
+        handler = functools.partial(Handler, directory=folder)
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}", asked
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def serve(tmp_path, serve_folder):
+    """Serves a file, or files in an archive.
+
+    Gives a source with its URL and digest, the served file, and the paths asked for.
+    """
 
     def start(source, name, content):
         content = packed(name, content) if isinstance(content, dict) else content
         path = tmp_path / "server" / name
         path.parent.mkdir()
         path.write_bytes(content)
+        url, asked = serve_folder(path.parent)
         kind = "md5" if source.digest.startswith("md5:") else "sha256"
-        url, digest = f"http://127.0.0.1:{server.server_port}/{name}", hashlib.new(kind, content).hexdigest()
-        return replace(source, url=url, digest=f"{kind}:{digest}"), path, asked
+        digest = f"{kind}:{hashlib.new(kind, content).hexdigest()}"
+        return replace(source, url=f"{url}/{name}", digest=digest), path, asked
 
-    yield start
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    return start
 
 
 @pytest.fixture

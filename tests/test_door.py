@@ -95,11 +95,7 @@ def test_short_class_names_are_found_in_recipes():
     words = ["fit", "--model=Classifier", "--model.num_classes=6", "--model.model=HARCNN"]
     recipe = resolve_recipe([*words, "--trainer.callbacks+=FLwF2T"])
     found = [recipe["model"], recipe["model"]["init_args"]["model"], recipe["trainer"]["callbacks"][0]]
-    assert [entry["class_path"].rsplit(".", 1)[1] for entry in found] == [
-        "Classifier",
-        "HARCNN",
-        "FLwF2T",
-    ]
+    assert [entry["class_path"].rsplit(".", 1)[1] for entry in found] == ["Classifier", "HARCNN", "FLwF2T"]
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,14 +69,10 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 
 
 @pytest.fixture(scope="module")
-def printed(brought_files, tmp_path_factory):
+def printed(install, tmp_path_factory):
     """What the code above prints where nothing else is installed."""
     folder = tmp_path_factory.mktemp("installed")
-    packages = Path(distribution("torch").locate_file(""))
-    for name in brought_files(CORE):
-        if (packages / name).exists():
-            (folder / name).symlink_to(packages / name)
-    others = [path.name for path in packages.iterdir() if not (folder / path.name).exists()]
+    others = install(folder, CORE)
     package = str(Path(lightning_fcl.__file__).parents[1])
     code = f"FOLDER, PACKAGE, OTHERS = {str(folder)!r}, {package!r}, {others!r}\n{TRAINS}"
     ended = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=folder)
@@ -98,14 +93,8 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
     known = {"torch", "lightning", "numpy", "safetensors", "torchmetrics", "lightning_utilities", "tqdm", "yaml"}
     known |= {"lightning_fcl", *sys.stdlib_module_names}
     amiss = []
-    drawing = (
-        "charts.py",
-        "run_page.py",
-        "comparison.py",
-        "leaderboard.py",
-        "figures.py",
-        "pages.py",
-    )  # each is required before
+    # Each is required before.
+    drawing = ("charts.py", "run_page.py", "comparison.py", "leaderboard.py", "figures.py")
     for path in folder.rglob("*.py"):
         if path.parent.name in ("cli", "running") or path.name in drawing:
             continue

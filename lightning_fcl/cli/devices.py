@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_fcl.cli.main import Command
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.running.rows import find_recipes
 
 if TYPE_CHECKING:
     from lightning_fcl.running.parts import RecipeParts
@@ -38,10 +40,8 @@ class DeviceReport(Command):
         """Print what a recipe needs, by its data where nothing else is said."""
         from lightning_fcl.callbacks.pretrain import BaseSession
         from lightning_fcl.device.report import device_report, report_text
-        from lightning_fcl.evaluation.files import write_whole
         from lightning_fcl.models.quantization import fold_batchnorm
         from lightning_fcl.running.parts import read_parts
-        from lightning_fcl.running.rows import find_recipes
 
         names, shape = [*options.recipes, *options.config], tuple[int, ...]()
         if options.input is not None:
@@ -193,7 +193,6 @@ class Deploy(Command):
             )
         from lightning_fcl.running.fit import resolve_recipe
         from lightning_fcl.running.parts import read_parts
-        from lightning_fcl.running.rows import find_recipes
 
         recipe = find_recipes(options.recipes)
         if options.what == "flower":

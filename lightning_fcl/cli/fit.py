@@ -207,7 +207,6 @@ class Validate(Command):
 
     def run(self, options: Namespace) -> None:
         from lightning_fcl.running.parts import describe_recipe
-        from lightning_fcl.running.rows import find_recipes
 
         recipe = find_recipes(options.recipes)
         print(describe_recipe(recipe.configs, [*recipe.fit_words, *options.more]))

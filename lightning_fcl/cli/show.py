@@ -14,7 +14,7 @@ from typing import Any
 from lightning_fcl.cli.main import COMMANDS, Command, command_of
 from lightning_fcl.door import summaries
 from lightning_fcl.errors import did_you_mean, one_of, require
-from lightning_fcl.running.rows import named_recipes
+from lightning_fcl.running.rows import find_recipes, named_recipes
 
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
     "recipes": lambda: {name: f"{recipe.title}: {recipe.about}" for name, recipe in named_recipes().items()},
@@ -130,7 +130,6 @@ def _show(options: Namespace) -> None:
     from lightning_fcl.data.overview import describe_plan, draw_plan
     from lightning_fcl.evaluation.charts import write_png
     from lightning_fcl.running.parts import read_parts
-    from lightning_fcl.running.rows import find_recipes
 
     if options.out is not None and options.out.suffix != ".png":
         raise ValueError(f"Expected `--out` to be a file that ends in .png but got {options.out}.")

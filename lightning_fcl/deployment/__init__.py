@@ -1,5 +1,4 @@
 """A recipe across machines: a node trains one client on its own data, a Trainer takes its rounds from nodes; Flower.
 
-What never belongs here: sockets, schedulers, or how clients train. Only `messages`, `link`, `flower` and
-`resident` call Flower.
+What never belongs here: sockets, schedulers, or how clients train. Only `messages`, `flower` and `node` call Flower.
 """

@@ -256,14 +256,14 @@ class _Forks:
             os._exit(0)  # nothing of the parent's is ended here, and nobody asks how it went
 
 
-def follow_parent(patience: float = 10.0) -> None:
+def follow_parent() -> None:
     """Let this process end after the one that started it, also where Flower waits for a SuperLink that is gone."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        time.sleep(patience)
+        time.sleep(10.0)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -95,10 +95,8 @@ def experience_names(record: Mapping[str, Any]) -> list[str]:
 
 def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """What stands for each experience of several runs: by name, if it is the same in all of them."""
-    names, numbers = (
-        experience_names(records[0]),
-        [str(n + 1) for n in range(len(records[0]["tasks"].get("server", [])))],
-    )
+    names = experience_names(records[0])
+    numbers = [str(number + 1) for number in range(len(names))]
     if names != numbers and all(experience_names(record) == names for record in records):
         return [f"after {name}" for name in names]
     return [f"after experience {number}" for number in numbers]

@@ -58,17 +58,6 @@ def standing(run: Mapping[str, Any]) -> dict[str, float]:
         are several; ``worst_client``, the lowest accuracy of a client on what it has learnt; ``rounds``;
         ``upload_bytes`` and ``download_bytes`` of a client and an experience, in the mean; ``kept_bytes`` of a client;
         ``seconds``.
-
-    Example:
-        >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"server": [5, 5 * r], "a": [5, 4]},
-        ...     "upload_bytes": {"a": 40}, "download_bytes": {"a": 50}} for r in range(2)]
-        >>> tasks = {"server": [[0], [1]], "a": [[0], [1]]}
-        >>> record = {"groups": ["x", "y"], "totals": [10, 10], "tasks": tasks, "rounds": rounds}
-        >>> metrics = {"final_accuracy/server": 0.5, "forgetting/server": 0.0, "stream_accuracy/a": 0.45,
-        ...     "upload_bytes/total": 80.0, "download_bytes/total": 100.0, "kept_bytes/clients": 0.0}
-        >>> found = standing({"record": record, "metrics": metrics, "seconds": 2.0})
-        >>> found["stage_accuracy"], found["worst_client"], found["upload_bytes"]
-        (0.5, 0.45, 40.0)
     """
     record, metrics = run["record"], run["metrics"]
     clients = [model for model in record["tasks"] if model != "server"]

@@ -72,28 +72,6 @@ def test_lists_wait_for_no_torch():
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["ls", "method"], "Did you mean methods?"),
-        (["ls", "methods", "FedVit2"], "Did you mean FedViT?"),
-        (["fit", "flwf/flwf-2t-tf"], "Did you mean flwf/flwf-2t-ft?"),
-        (
-            ["fit", "flwf/flwf-2t-ft@large"],
-            "Expected the name of a recipe, or of a YAML file, but got flwf/flwf-2t-ft@large",
-        ),
-        (["fit", "--help=FedVit"], "Did you mean FedViT?"),
-        (["validate", "quickstar"], "Did you mean quickstart?"),
-        (["test"], "Expected a checkpoint to test but got none. Name a run's folder"),
-        (["test", "."], "Expected the folder of a run, with config.yaml and checkpoints, but got ."),
-        (["cp", "quickstart", "no/such/folder.yaml"], "Expected to write no/such/folder.yaml but got: "),
-    ],
-)
-def test_a_mistake_and_its_remedy(words, message, error_of, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert message in error_of(words)
-
-
 @pytest.mark.seconds
 def test_who_reads_a_part_of_a_list_sees_no_error():
     code = f"{sys.executable} -m lightning_fcl ls recipes | head -1"
@@ -158,33 +136,15 @@ def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monke
     assert "final accuracy:   0." in out and "lightning-fcl test runs/quickstart" in out
     main(["test", "runs/quickstart"])
     assert "test/accuracy" in capsys.readouterr().out
-    main(["fit", "runs/quickstart", "--trainer.max_epochs", "2"])  # one round more, in its own folder
-    rounds = json.loads((tmp_path / "runs/quickstart/results.json").read_text())["record"]["rounds"]
-    assert len(rounds) == 2
-    capsys.readouterr()
-    main(["fit", "quickstart", change, "--seed_everything", "1"])
-    assert "runs/quickstart` goes on: this one goes to runs/quickstart-2" in capsys.readouterr().out
-    seeds = [
-        json.loads((tmp_path / "runs" / name / "results.json").read_text())["seed"]
-        for name in ("quickstart", "quickstart-2")
-    ]
-    assert seeds == [0, 1]
 
 
 @pytest.mark.seconds
-def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change, error_of):
+def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change):
     monkeypatch.chdir(tmp_path)
     main(["validate", "quickstart", change])
     out = capsys.readouterr().out
     assert "All of it fits." in out and "3 clients, 2 rounds, 2 experiences" in out and "FLwF2T, Replay" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["change.yaml"]
-    assert "`num_classes`=11 but got 10" in error_of(["validate", "quickstart", "--model.num_classes", "11"])
-    sizes = ["--model.model.sizes", "[63, 10]"]
-    assert "Expected `model` to take samples of the data, of shape (1, 8, 8)" in error_of(
-        ["validate", "quickstart", *sizes]
-    )
-    too_many = error_of(["validate", "quickstart", change, "--trainer.max_epochs", "99"])
-    assert "at most the stream's 2 rounds but got 99. Set `max_epochs=2`" in too_many
     main(["validate", "quickstart", change, "--trainer.fast_dev_run", "true"])
     main(["fit", "quickstart", change, "--trainer.fast_dev_run", "true", "--trainer.enable_progress_bar", "false"])
     assert not [path for path in tmp_path.glob("**/*") if path.suffix in (".ckpt", ".html", ".csv")]

@@ -16,6 +16,7 @@ from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.running.fit import run
+from lightning_fcl.running.parts import read_parts
 from lightning_fcl.running.rows import RowEntry, expanded, paper_rows, recipes_folder
 
 RECIPES = recipes_folder()
@@ -52,8 +53,7 @@ def test_help_waits_for_neither_torch_nor_lightning(helps, words):
         assert seconds < 0.3  # of this process alone, however busy the machine is
 
 
-def test_a_command_that_is_not_known_and_none(error_of, capsys):
-    assert "but got reproduc. Did you mean reproduce?" in error_of(["reproduc", "flwf"])
+def test_without_a_command_the_help_is_shown(capsys):
     main([])
     assert "usage: lightning-fcl" in capsys.readouterr().out
 
@@ -81,23 +81,11 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     assert again["metrics"] == results["metrics"]
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize(("share", "number"), [("2", 2), ("0.34", 1), ("1.0", 3)])
-def test_participation_is_a_number_or_a_share(tiny, tmp_path, share, number):
-    main(["fit", *tiny, "--out", str(tmp_path), "--trainer.strategy.init_args.participation", share])
-    record = json.loads((tmp_path / "results.json").read_text())["record"]
-    assert [len(entry["upload_bytes"]) for entry in record["rounds"]] == [number] * 2
-
-
-@pytest.mark.seconds
-def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
-    out = tmp_path / "out"
-    main(["fit", *tiny, "--out", str(out)])
-    checkpoint = next((out / "checkpoints").glob("*.ckpt"))
-    more = ["--ckpt_path", str(checkpoint), "--trainer.max_epochs", "3", "--data.scenario.rounds_per_experience", "2"]
-    with pytest.raises(SystemExit):  # twice as many rounds are another stream
-        main(["fit", *tiny, "--out", str(out), *more])
-    main(["test", *tiny, "--ckpt_path", str(checkpoint)])
+@pytest.mark.parametrize("given", [2, 0.34, 1.0])
+def test_participation_is_a_number_or_a_share(tiny, given):
+    parts = read_parts(tiny[1::2], ["--trainer.strategy.init_args.participation", str(given)])
+    found = parts.strategy.participation
+    assert found == given and type(found) is type(given)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +97,6 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
         ),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
         ({"trainer": {"val_check_interval": "x"}}, "Lightning refuses the recipe or command line: Invalid time format"),
-        ({"data": {"partition": {"init_args": {"clients": None}}}}, "`clients` to be given but got None"),
         (
             {"data": {"scenario": {"init_args": {"experiences": 0.001}}}},
             "`experiences` to be a whole number, or a list of some, but got 0.001",
@@ -132,16 +119,6 @@ def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, erro
     path.write_text(yaml.safe_dump({"trainer": {"callbacks": [method]}}))
     error = error_of(["fit", *tiny, "--config", str(path)])
     assert error.startswith("Expected `mu` to be at least 0 but got -1.0. (")
-
-
-@pytest.mark.seconds
-def test_what_is_refused_leaves_an_earlier_run_as_it_was(tiny, tmp_path, error_of):
-    out = tmp_path / "out"
-    main(["fit", *tiny, "--out", str(out)])
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    error = error_of(["fit", *tiny, "--out", str(out), "--trainer.max_steps", "2"])
-    assert "Expected `max_steps=-1`" in error
-    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.seconds
@@ -191,20 +168,10 @@ def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_
         assert not (tmp_path / f"out-{number}" / "checkpoints").exists()
 
 
-def test_missing_recipe_and_missing_data(tiny, tmp_path, error_of, monkeypatch):
-    assert "nowhere.yaml" in error_of(["fit", "--config", "nowhere.yaml"])
+def test_missing_data_are_named_with_the_command_that_brings_them(tmp_path, error_of, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     words = ["fit", "--config", str(RECIPES / "flwf/base.yaml"), "--out", str(tmp_path / "out")]
     assert "lightning-fcl data fetch ucihar" in error_of(words)
-
-
-def test_reproduce_names_what_is_wrong(error_of):
-    assert '"incfed", "leaderboard", "odfcl" or "ucihar-reservoir" but got "flwff". Did you mean flwf?' in error_of(
-        ["reproduce", "flwff"]
-    )
-    assert "Did you mean FLwF-2T/FT?" in error_of(["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
-    assert 'but got "NoRow"' in error_of(["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
-    assert "`workers` to be at least 1 but got 0" in error_of(["reproduce", "flwf", "--workers", "0"])
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda kept: (kept / "fingerprint").write_text("of another recipe"), "its fingerprint is another"),
         (lambda kept: (kept / "fingerprint").unlink(), "its fingerprint is another"),
         (lambda kept: (kept / "results.json").write_text("{"), "results.json to hold JSON"),
         (

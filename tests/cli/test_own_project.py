@@ -49,7 +49,6 @@ def test_the_commands_of_the_page(project, tmp_path, capsys):
     ("words", "message"),
     [
         ("--model.widht 3", "Expected arguments of `model` but got `model.widht`."),
-        ("--data.clents 3", "got `data.clents`. Did you mean data.partition.clients?"),
         ("--trainer.max_epochs 9", "at most the stream's 5 rounds but got 9. Set `max_epochs=5`"),
     ],
 )

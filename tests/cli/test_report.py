@@ -38,11 +38,3 @@ def test_two_runs_are_compared_under_the_names_of_their_folders(runs, tmp_path, 
     assert f"{runs}/one</th>" in page and f"{runs}/two</th>" in page and "Who is worst off" in page
     main(["report", str(runs)])
     assert (runs / "report.html").read_text() == page
-
-
-def test_what_holds_no_run_is_named(error_of, tmp_path, runs):
-    assert f"Expected {tmp_path} to be the folder of a run, or of several, but found no results.json" in error_of(
-        ["report", str(tmp_path)]
-    )
-    (tmp_path / "results.json").write_text("{}")
-    assert "to be of format 1 but it is of none" in error_of(["report", str(runs), str(tmp_path)])

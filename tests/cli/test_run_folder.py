@@ -20,8 +20,7 @@ from lightning_fcl.running.rows import recipes_folder
 @pytest.fixture
 def words(tmp_path, small_recipe):
     """The words of a recipe of four rounds."""
-    content = small_recipe(rounds=4, clients=3)
-    content["data"]["scenario"]["init_args"]["rounds_per_experience"] = 2
+    content = small_recipe(rounds=4, clients=3, rounds_per_experience=2)
     content["trainer"]["logger"] = False
     path = tmp_path / "four.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -222,17 +221,8 @@ def test_what_no_machine_can_do_is_refused_at_once(words, tmp_path, error_of, mo
 @pytest.mark.slow
 def test_a_machine_that_waits_for_others_says_so_and_ends_when_it_is_told_to(words, tmp_path):
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "NODE_RANK": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_fcl",
-        "fit",
-        *words,
-        "--out",
-        str(tmp_path / "out"),
-        "--trainer.num_nodes",
-        "2",
-    ]
+    fit = [sys.executable, "-m", "lightning_fcl", "fit", *words]
+    command = [*fit, "--out", str(tmp_path / "out"), "--trainer.num_nodes", "2"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if "Waiting for the 2 processes of 2 machines at 127.0.0.1:29517" in line:

@@ -76,8 +76,7 @@ def recipe(tmp_path, small_recipe):
     (tmp_path / "for_a_test.py").write_text(CALLBACKS)
 
     def write(callback=None, **trainer):
-        content = small_recipe(rounds=4, clients=3)
-        content["data"]["scenario"]["init_args"]["rounds_per_experience"] = 2
+        content = small_recipe(rounds=4, clients=3, rounds_per_experience=2)
         content["trainer"] |= trainer
         quickstart = yaml.safe_load((recipes_folder() / "quickstart.yaml").read_text())
         kept = quickstart["trainer"]["callbacks"]
@@ -137,11 +136,8 @@ def same_run(left, right):
     return records[0] == records[1] and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=SLOW)])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start, tmp_path, monkeypatch, name):
     sends = {"class_path": "for_a_test.Sends", "init_args": {"signals": name}}
     own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_epochs": 4}}
@@ -171,7 +167,7 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "code"), [("SIGINT SIGINT", 130), pytest.param("SIGINT SIGTERM", 143, marks=SLOW)])
+@pytest.mark.parametrize(("names", "code"), [("SIGINT SIGINT", 130), ("SIGINT SIGTERM", 143)])
 def test_asked_twice_a_fit_stops_at_once(recipe, start, tmp_path, names, code):
     files = recipe({"class_path": "for_a_test.Sends", "init_args": {"signals": names}}, logger=False)
     process = start(fit_words(files, "out"))
@@ -215,9 +211,7 @@ def all_gone(watched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["SIGTERM", "SIGKILL", *(pytest.param(name, marks=SLOW) for name in ("SIGINT", "SIGHUP"))]
-)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"])
 def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
     parent, watched = side_by_side(recipe, start, tmp_path)
     parent.send_signal(signal.Signals[name])
@@ -233,7 +227,7 @@ def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
     assert not temporary(tmp_path)
 
 
-@SLOW
+@pytest.mark.slow
 def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
     parent, watched = side_by_side(recipe, start, tmp_path)
     signal.pidfd_send_signal(watched[0], signal.SIGKILL)

@@ -14,22 +14,20 @@ from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.outline import read_recipe
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.server import Terms, serve
+from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
 from lightning_fcl.running.fit import resolve_recipe, run
 
 from .machines import Machines
+from .recipes import classes, strategy
 
 if find_spec("flwr") is None:  # the extra `flower` is not installed
     collect_ignore_glob = ["test_*"]
 
 BASE = {
     "seed_everything": 3,
-    "trainer": {
-        "accelerator": "cpu",
-        "logger": False,
-        "strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"cohort_size": 1}},
-    },
+    "trainer": {"accelerator": "cpu", "logger": False, "strategy": strategy()},
     "model": {
         "class_path": "lightning_fcl.Classifier",
         "init_args": {
@@ -40,7 +38,7 @@ BASE = {
     },
     "data": {
         "data": "digits",
-        "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2, "rounds_per_experience": 2}},
+        "scenario": classes(experiences=2, rounds_per_experience=2),
         "partition": {"class_path": "IID", "init_args": {"clients": 3}},
         "batch_size": 64,
     },
@@ -117,6 +115,10 @@ class Rehearsal:
         data = self.folder / "data" / f"{client}.npz"
         return Node(recipe or self.recipe, client, str(data), self.folder / "memories")  # clients may share a machine
 
+    def nodes(self):
+        """A node for each client."""
+        return [self.node(client) for client in self.clients]
+
     def app(self):
         """The recipe as a Flower app."""
         write_app(self.recipe, self.folder / "app", "rehearsal")
@@ -135,6 +137,10 @@ class Rehearsal:
     def weights(self):
         """What the server's newest checkpoint holds."""
         return read_checkpoint(load, newest_checkpoint(self.folder / "deployed" / "checkpoints"))["state_dict"]
+
+    def rounds(self, of="deployed"):
+        """What the deployment has recorded of each round, or the simulation."""
+        return read_results(self.folder / of)["record"]["rounds"]
 
     def anew(self):
         """Let another run begin where there has been none: nobody remembers anything of it."""

@@ -85,11 +85,6 @@ def numbers(make):
     return change
 
 
-def as_array(kind, dtype):
-    """With the numbers of the first array in another type."""
-    return put(lambda data: np.frombuffer(data, np.float32).astype(kind).tobytes(), dtype)
-
-
 def more(name):
     """With an entry more."""
     return lambda message: replace(
@@ -117,38 +112,29 @@ FORM = f"Expected `.*` of client 1 to be torch.float32 of shape .* but got|{LARG
 
 KINDS = {
     "samples: infinity": (saying(samples=float("inf")), WHOLE),
-    "samples: minus infinity": (saying(samples=-float("inf")), WHOLE),
     "samples: no number": (saying(samples=float("nan")), WHOLE),
-    "samples: 1e300": (saying(samples=1e300), WHOLE),
     "samples: 2**63 - 1": (saying(samples=BIG), WHOLE),
-    "samples: 10**15": (saying(samples=10**15), WHOLE),
     "samples: ten times its own": (saying(samples=10**4), WHOLE),
     "samples: negative": (saying(samples=-3), WHOLE),
-    "samples: half": (saying(samples=2.5), WHOLE),
     "samples: a float": (saying(samples=3.0), WHOLE),
     "samples: true": (saying(samples=True), WHOLE),
     "samples: text": (saying(samples="12"), WHOLE),
     "samples: 10,000 digits": (saying(samples="9" * 10_000), WHOLE),
     "samples: a list": (saying(samples=[12]), NESTED),
     "samples: none": (without("samples"), WHOLE),
-    "rehearsed: infinity": (saying(rehearsed=float("inf")), TOO_MANY),
     "rehearsed: 2**63 - 1": (saying(rehearsed=BIG), TOO_MANY),
-    "rehearsed: negative": (saying(rehearsed=-1), TOO_MANY),
     "rehearsed: none": (without("rehearsed"), TOO_MANY),
     "no head": (holding(head=None), NO_MESSAGE),
     "a head of arrays": (holding(head=ArrayRecord()), NO_MESSAGE),
     "an empty head": (holding(head=ConfigRecord()), OLD),
     "a word of bytes": (saying(more=b"[" * 10_000), NESTED),
-    "a word that is a list of texts": (saying(more=["a", "b"]), NESTED),
     "a word of 100,000 brackets": (saying(nested="[" * 100_000), LONG),
     "a word whose name has 100,000 letters": (saying(**{"z" * 100_000: 1}), LONG),
     "30,000 words": (saying(**{str(number): number for number in range(30_000)}), LONG),
     "a reason of 50 MB": (lambda m: replace(saying(refused="x" * 50_000_000)(m), arrays={}), LONG),
     "a reason of 10,000 letters": (saying(refused="x" * 10_000), "x{400}"),
     "a reason that is not printed": (saying(refused="\x1b[31m\n\u202e"), r"^ +\[31m +$"),
-    "a reason that is a list": (saying(refused=[1, 2]), NESTED),
     "another client's name": (saying(client="2"), OLD),
-    "no client's name": (without("client"), OLD),
     "another federation": (saying(federation="0" * 32), OLD),
     "another round": (saying(round=7), OLD),
     "a round that is true": (saying(round=False), OLD),
@@ -158,31 +144,23 @@ KINDS = {
     "an entry of 100,000 letters": (more("z" * 100_000), ENTRIES),
     "an entry less": (less, ENTRIES),
     "no arrays": (holding(arrays=None), ENTRIES),
-    "arrays of another name": (lambda m: holding(arrays=None, array=ArrayRecord(m.arrays))(m), ENTRIES),
     "no bytes": (put(b""), NO_ARRAY),
     "a pickle": (put(b"\x80\x04K\x01."), NO_ARRAY),
-    "a zip file": (put(lambda d: b"PK\x03\x04" + d), NO_ARRAY),
-    "an array with a header": (put(lambda d: b"\x93NUMPY\x01\x00\x02\x00(\n" + d), NO_ARRAY),
     "all has changed, to nothing": (put(b"\xff\xff"), NO_ARRAY),
     "all has changed, to too little": (put(lambda d: b"\xff\xff" + d[:-4]), NO_ARRAY),
     "nothing has changed, to something": (put(b"\0\0" + b"\0" * 4), NO_ARRAY),
     "cut short": (put(lambda d: d[:-4]), NO_ARRAY),
     "longer than it is": (put(lambda d: d + b"\0" * 4), NO_ARRAY),
     "a negative shape": (put(shape=(-1,)), FORM),
-    "a shape of 2**31 - 1": (put(shape=(2**31 - 1,)), FORM),
     "a shape of many ones": (put(shape=(1,) * 100 + (10,)), FORM),
     "a shape of nothing": (put(b"", shape=(0,)), FORM),
     "another shape of as many numbers": (put(shape=(10, 1)), r"of client 1 to be torch.float32 of shape \(10,\) but"),
     "integers for floats": (put(dtype="torch.int32"), FORM),
     "objects": (put(dtype="object"), FORM),
-    "longdouble": (as_array(np.longdouble, "torch.float128"), FORM),
-    "double": (as_array(np.float64, "torch.float64"), FORM),
-    "half": (as_array(np.float16, "torch.float16"), FORM),
     "a type that is a name of torch": (put(dtype="torch.save"), FORM),
     "a type of 10,000 letters": (put(dtype="z" * 10_000), FORM),
     "a message of 4 MB": (put(lambda d: d + b"\0" * 4_000_000), LARGE),
     "weights of 3e38": (numbers(lambda v: np.full_like(v, 3e38)), FAR),
-    "weights of -3e38": (numbers(lambda v: np.full_like(v, -3e38)), FAR),
     "weights of 1e19": (numbers(lambda v: np.full_like(v, 1e19)), f"{FAR}|times the larger of the server's norm and 1"),
     "an update of a million times the usual": (
         numbers(lambda v: v * 1e6),
@@ -196,7 +174,6 @@ HELLOS = {
     "a word of 100,000 letters": (saying(more="[" * 100_000), LONG),
     "a word of bytes": (saying(more=b"[" * 10_000), NESTED),
     "a name of two dots": (saying(client=".."), "Expected the name of a client"),
-    "a name of a dot": (saying(client="."), "Expected the name of a client"),
     "no name": (saying(client=""), "Expected the name of a client"),
     "a name that is a number": (saying(client=7), "Expected the name of a client"),
     "a name longer than a file's": (saying(client="x" * 300), "Expected the name of a client"),

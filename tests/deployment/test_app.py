@@ -1,5 +1,6 @@
 """What `lightning-fcl deploy` writes, and what the page about it says."""
 
+import json
 import re
 import shlex
 import tomllib
@@ -15,7 +16,7 @@ import yaml
 import lightning_fcl
 from lightning_fcl import FederatedStream
 from lightning_fcl.cli.main import main
-from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.outline import (
     Outline,
@@ -29,6 +30,8 @@ from lightning_fcl.deployment.outline import (
 from lightning_fcl.deployment.own_data import read_data, take_data, write_split
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.running.parts import read_parts
+
+from .recipes import method
 
 ROOT = Path(lightning_fcl.__file__).parents[1]
 PAGE = ROOT / "docs" / "deploy.md"
@@ -59,7 +62,7 @@ def test_deploy_writes_an_app_of_a_few_lines_and_the_recipe_with_every_default(t
 @pytest.mark.seconds
 def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
     """The same weights, methods and settings, from the recipe's seed."""
-    one = rehearsal({"trainer": {"callbacks": [{"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {}}]}})
+    one = rehearsal({"trainer": {"callbacks": [method("FLwF2T")]}})
     L.seed_everything(3)
     parsed, made = read_parts([one.path]), build(one.recipe)
     start = entries(made.module)
@@ -77,10 +80,10 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
     group = np.array(["north", "south", "east"])[np.arange(240) % 3]
     owner = rng.integers(0, 3, 240)
     scenarios = (
-        lightning_fcl.data.scenarios.ClassIncremental(2, rounds_per_experience=2),
-        lightning_fcl.data.scenarios.ClassIncremental([1, 3], class_order=["d", "a", "b", "c"], history="seen"),
-        lightning_fcl.data.scenarios.DomainIncremental(domain_order=["south", "east", "north"]),
-        lightning_fcl.data.scenarios.ClassIncremental(2, order_per_client=True),
+        ClassIncremental(2, rounds_per_experience=2),
+        ClassIncremental([1, 3], class_order=["d", "a", "b", "c"], history="seen"),
+        DomainIncremental(domain_order=["south", "east", "north"]),
+        ClassIncremental(2, order_per_client=True),
     )
     for number, scenario in enumerate(scenarios):
         stream = FederatedStream.from_arrays(x, y, owner, group, scenario=scenario, seed=5)
@@ -90,7 +93,7 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
         assert told.tasks == stream.plan.tasks and told.experiences == stream.plan.experiences
         assert np.array_equal(np.sort(told.groups[told.test]), np.sort(stream.plan.groups[stream.plan.test]))
         for client in stream.plan.clients:
-            outline = Outline.of_plain(yaml.safe_load(yaml.safe_dump(_lists(asdict(outline_of(stream, client))))))
+            outline = Outline.of_plain(json.loads(json.dumps(asdict(outline_of(stream, client)))))
             own = np.unique(np.concatenate([current.get(client, []) for current in stream.plan.train])).astype(int)
             plan = client_plan(outline, stream.plan.groups[own], None, 5)
             for here, there in zip(plan.train, stream.plan.train, strict=True):
@@ -98,12 +101,6 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
             assert [plan.classes(round) for round in range(plan.rounds)] == [
                 stream.plan.classes(round) for round in range(plan.rounds)
             ]
-
-
-def _lists(value):
-    if isinstance(value, dict):
-        return {name: _lists(one) for name, one in value.items()}
-    return [_lists(one) for one in value] if isinstance(value, tuple) else value
 
 
 def test_data_of_a_folder_of_images_and_of_a_data_module_are_read(tmp_path, monkeypatch):

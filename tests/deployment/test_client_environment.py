@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from importlib.metadata import distribution
 from pathlib import Path
 from zlib import crc32
 
@@ -14,6 +13,8 @@ from packaging.requirements import Requirement
 import lightning_fcl
 from lightning_fcl.deployment.messages import arrays_of, head_of, record_of
 from lightning_fcl.deployment.node import Node
+
+from .recipes import method
 
 FOLDER = Path(lightning_fcl.__file__).parents[1]
 NAMED = [line for line in (FOLDER / "requirements-client.txt").read_text().splitlines() if line[:1].isalpha()]
@@ -48,23 +49,18 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 
 
 @pytest.mark.slow
-def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, brought_files, tmp_path):
+def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, install, tmp_path):
     """To the same upload as where everything is."""
-    one = rehearsal(
-        {"trainer": {"callbacks": [{"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"beta": 0.3}}]}}
-    )
+    one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3)]}})
     one.simulate()
-    link = wire([one.node(client) for client in one.clients])
+    link = wire(one.nodes())
     one.serve(link, clients_at_least=3)
     sent = [parcel for number, parcel in link.asked if link.reached[number].client == "1"]
     for count, parcel in enumerate(sent):
         torch.save((dict(parcel.head), dict(parcel.state)), tmp_path / f"sent-{count}")
-    installed, packages = tmp_path / "installed", Path(distribution("torch").locate_file(""))
+    installed = tmp_path / "installed"
     installed.mkdir()
-    for name in brought_files([Requirement(line).name for line in NAMED]):
-        if (packages / name).exists():
-            (installed / name).symlink_to(packages / name)
-    others = [path.name for path in packages.iterdir() if not (installed / path.name).exists()]
+    others = install(installed, [Requirement(line).name for line in NAMED])
     assert {"avalanche", "jsonargparse", "torchvision", "sklearn", "pandas"} <= set(others)
     known = {"INSTALLED": installed, "PACKAGE": FOLDER, "OTHERS": others, "HERE": tmp_path}
     known["DATA"] = one.folder / "data" / "1.npz"

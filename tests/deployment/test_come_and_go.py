@@ -21,12 +21,15 @@ class Clock:
 
     def __init__(self):
         self.now = 100.0
+        self.later = {}  # what is done after some seconds, once
 
     def monotonic(self):
         return self.now
 
     def sleep(self, seconds):
         self.now += seconds
+        for when in [when for when in self.later if self.now - 100 > when]:
+            self.later.pop(when)()
 
 
 class Air:
@@ -211,17 +214,7 @@ def test_where_something_else_never_travels_all_are_asked_anew(air, members):
 def test_a_client_that_is_lost_and_comes_back_on_another_node_is_sent_the_round_again(air, gather):
     """Its new node is there before Flower has noticed that the old one is gone."""
     air.there = {7: stalling("a"), 8: client("b")}
-    waits = air.clock.sleep
-
-    def sleep(seconds):
-        waits(seconds)
-        now = air.clock.now - 100
-        if now > 2:
-            air.there.setdefault(9, client("a"))
-        if now > 40:
-            air.there.pop(7, None)
-
-    air.clock.sleep = sleep
+    air.clock.later = {2: lambda: air.there.update({9: client("a")}), 40: lambda: air.there.pop(7)}
     assert gather(["a", "b"], 2) == 2 and gather.left == {}
     assert gather.taken == ["b", "a"]
     assert len(air.asked(7, "train")) == 2 and len(air.asked(9, "train")) == 1
@@ -285,14 +278,7 @@ def test_a_round_with_too_few_ends_with_its_time(air, gather):
 
 def test_who_comes_late_makes_up_for_who_stalls(air, gather):
     air.there = {7: stalling("a"), 8: client("b")}
-    waits = air.clock.sleep
-
-    def sleep(seconds):
-        waits(seconds)
-        if air.clock.now - 100 > 5:
-            air.there.setdefault(9, client("c"))
-
-    air.clock.sleep = sleep
+    air.clock.later = {5: lambda: air.there.update({9: client("c")})}
     assert gather(["a", "b", "c"], 2) == 2 and gather.left == {"a": "no answer within 20 s"}
     assert 20 < air.clock.now - 100 < 20 + 2 * AGAIN_SECONDS + 1
 
@@ -337,13 +323,11 @@ def test_an_answer_on_its_way_from_a_node_that_is_gone_is_not_waited_for(air, ga
     """Its client is sent the round again, on its new node."""
     air.there = {7: stalling("a"), 8: client("b")}
     air.answers_of_the_gone = None  # Flower does not say so
-    waits = air.clock.sleep
 
-    def sleep(seconds):
-        waits(seconds)
-        if air.clock.now - 100 > 4 and air.there.pop(7, None):
-            air.there[9] = client("a")
+    def comes_back():
+        del air.there[7]
+        air.there[9] = client("a")
 
-    air.clock.sleep = sleep
+    air.clock.later = {4: comes_back}
     assert gather(["a", "b"], 2) == 2 and gather.left == {} and gather.taken == ["b", "a"]
     assert air.clock.now - 100 < 4 + 2 * AGAIN_SECONDS + 1

@@ -1,6 +1,5 @@
 """SuperNodes, executors and the SuperLink that are killed or stopped, and started again, at random moments."""
 
-import json
 import os
 import random
 import signal
@@ -11,20 +10,12 @@ import torch
 
 from lightning_fcl.federation.client_store import ClientStore
 
-from .recipes import REPLAY
+from .recipes import REPLAY, classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ROUNDS = 8
-RECIPE = {
-    **REPLAY,
-    "data": {
-        "scenario": {
-            "class_path": "ClassIncremental",
-            "init_args": {"experiences": 2, "rounds_per_experience": ROUNDS // 2},
-        }
-    },
-}
+RECIPE = {**REPLAY, "data": {"scenario": classes(experiences=2, rounds_per_experience=ROUNDS // 2)}}
 BEAT = 5  # seconds; who has not been heard of for twice as long is gone
 
 
@@ -117,7 +108,7 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     at.kill(lost)
     at.supernode(lost, one.config(lost))
     at.wait_for(one.ended)
-    rounds = json.loads((one.folder / "deployed" / "results.json").read_text())["record"]["rounds"]
+    rounds = one.rounds()
     there = [lost in round["upload_bytes"] for round in rounds]
     assert len(rounds) == ROUNDS and there[0] and not all(there)
     assert any(there[there.index(False) :])
@@ -134,6 +125,6 @@ def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     at.wait_for(lambda: one.begun("2") >= 0)
     at.signal("2", signal.SIGSTOP)
     at.wait_for(one.ended)
-    rounds = json.loads((one.folder / "deployed" / "results.json").read_text())["record"]["rounds"]
+    rounds = one.rounds()
     assert len(rounds) == ROUNDS and set(rounds[-1]["upload_bytes"]) == {"0", "1"}
     assert all(len(round["upload_bytes"]) >= 2 for round in rounds)

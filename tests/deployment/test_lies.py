@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
 from lightning_fcl.deployment.messages import MODEL, Parcel, RefusedError
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.federation.aggregation import BUILT_IN, entries
 
 from .lies import HELLOS, KINDS, Message, more, numbers, put, saying, without
+from .recipes import strategy
 
 TWO_ROUNDS = {"trainer": {"max_epochs": 2}}
 
@@ -53,10 +53,6 @@ def lying(wire, lies):
     return Lying
 
 
-def rounds_of(fit):
-    return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record["rounds"]
-
-
 def reasons(caplog, round):
     beginning = f"Round {round}: nothing of client 1: "
     said = [record.getMessage() for record in caplog.records]
@@ -71,15 +67,14 @@ def test_each_kind_of_lie_is_named_and_changes_nothing(prepared, honest, wire, s
         yield from (change(answer) for change, _ in KINDS.values())
         yield from before or [numbers(lambda v: v + np.inf)(answer)]
 
-    nodes = [prepared.node(client) for client in prepared.clients]
-    fit = prepared.serve(lying(wire, lies)(nodes), clients_at_least=2)
+    fit = prepared.serve(lying(wire, lies)(prepared.nodes()), clients_at_least=2)
     assert same(honest, fit.model)
     wanted = [message for _, message in KINDS.values()]
     for round, others in enumerate(([], ["it is old, or another's"])):
         for message, reason in zip(wanted + others, reasons(caplog, round), strict=True):
             assert re.search(message, reason), reason
     assert "Round 0: dropped the upload of client 1 (not finite" in caplog.text
-    assert [list(one["dropped"]) for one in rounds_of(fit)] == [["1"], ["1"]]
+    assert [list(one["dropped"]) for one in prepared.rounds()] == [["1"], ["1"]]
     assert len(json.dumps(read_results(prepared.folder / "deployed"))) < 10**5
 
 
@@ -99,7 +94,7 @@ def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wir
                 change, _ = list(HELLOS.values())[number - 100]
                 yield change(Message.of(self.reached[8].answer(parcel))).record()
 
-    fit = prepared.serve(Late([prepared.node(client) for client in prepared.clients]), clients_at_least=3)
+    fit = prepared.serve(Late(prepared.nodes()), clients_at_least=3)
     assert same(prepared.simulated.model, fit.model)
     said = dict(re.findall(r"Refused node (\d+) \(client .*?\): (.*)", caplog.text))
     assert len(said) == len(HELLOS)
@@ -109,27 +104,24 @@ def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wir
 
 @pytest.mark.seconds
 def test_an_answer_that_comes_twice_counts_once(prepared, wire, same):
-    nodes = [prepared.node(client) for client in prepared.clients]
-    fit = prepared.serve(lying(wire, lambda answer, *_: [answer, answer])(nodes), clients_at_least=3)
+    fit = prepared.serve(lying(wire, lambda answer, *_: [answer, answer])(prepared.nodes()), clients_at_least=3)
     assert same(prepared.simulated.model, fit.model)
-    assert [one["dropped"]["1"] for one in rounds_of(fit)] == ["a second answer, which does not count"] * 2
+    assert [one["dropped"]["1"] for one in prepared.rounds()] == ["a second answer, which does not count"] * 2
 
 
 @pytest.mark.seconds
 def test_an_answer_that_does_not_count_leaves_room_for_one_that_does(prepared, wire, same):
-    nodes = [prepared.node(client) for client in prepared.clients]
     lies = lying(wire, lambda answer, *_: [saying(round=9)(answer), answer])
-    fit = prepared.serve(lies(nodes), clients_at_least=3)
+    fit = prepared.serve(lies(prepared.nodes()), clients_at_least=3)
     assert same(prepared.simulated.model, fit.model)
 
 
 @pytest.mark.seconds
 def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared, honest, wire, same, caplog):
-    nodes = [prepared.node(client) for client in prepared.clients]
     lies = lying(wire, lambda answer, *_: [saying(samples=-3)(answer)])
-    fit = prepared.serve(lies(nodes), clients_at_least=3, round_seconds=2)
+    fit = prepared.serve(lies(prepared.nodes()), clients_at_least=3, round_seconds=2)
     assert same(honest, fit.model)
-    assert [list(one["dropped"]) for one in rounds_of(fit)] == [["1"], ["1"]]
+    assert [list(one["dropped"]) for one in prepared.rounds()] == [["1"], ["1"]]
     for round in (0, 1):
         named = rf"at least 3 clients in round {round} but got 2 \(1: .* got -3\..*\)\. It goes on with these\."
         assert re.search(named, caplog.text)
@@ -137,7 +129,7 @@ def test_a_run_that_needs_all_clients_goes_on_without_the_one_that_lies(prepared
 
 @pytest.mark.seconds
 def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wire, caplog):
-    nodes = [prepared.node(client) for client in prepared.clients]
+    nodes = prepared.nodes()
     really = nodes[1].answer
 
     def boasts(parcel):
@@ -152,8 +144,9 @@ def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wi
 
 @pytest.mark.seconds
 def test_how_much_a_client_counts_and_moves_is_limited_by_the_run(prepared, wire):
-    nodes = [prepared.node(client) for client in prepared.clients]
-    rounds = rounds_of(prepared.serve(wire(nodes), clients_at_least=3))
+    nodes = prepared.nodes()
+    prepared.serve(wire(nodes), clients_at_least=3)
+    rounds = prepared.rounds()
     (prepared.folder / "deployed").rename(prepared.folder / "first")
     sizes = [len(np.load(prepared.folder / "data" / f"{client}.npz")["y"]) for client in prepared.clients]
     assert rounds[0]["limits"] == {"most_samples": max(sizes), "largest_update": 1000.0}
@@ -234,8 +227,7 @@ def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(pr
             else:
                 may.append(message)
 
-    nodes = [prepared.node(client) for client in prepared.clients]
-    fit = prepared.serve(lying(wire, lies)(nodes), clients_at_least=2)
+    fit = prepared.serve(lying(wire, lies)(prepared.nodes()), clients_at_least=2)
     assert same(honest, fit.model)
     assert len(reasons(caplog, 0)) == len(reasons(caplog, 1)) == 1000
     assert all(reason.isprintable() and len(reason) <= 500 for reason in reasons(caplog, 0))
@@ -250,15 +242,7 @@ def test_reductions_that_outvote_a_liar_do_so_in_a_deployment(rule, rehearsal, w
     where = "lightning_fcl.federation.robust"
     kinds = {"TrimmedMean": {"trim": 0.34}, "Krum": {"byzantine": 1}}
     chosen = {"class_path": f"{where}.{rule}", "init_args": kinds[rule]} if rule in kinds else rule
-    settings = {"cohort_size": 1, "reductions": {"*": chosen}}
-    one = rehearsal(
-        {
-            "trainer": {
-                "max_epochs": 1,
-                "strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": settings},
-            }
-        }
-    )
+    one = rehearsal({"trainer": {"max_epochs": 1, "strategy": strategy(reductions={"*": chosen})}})
     one.simulate()
     honest = {}
 
@@ -271,8 +255,8 @@ def test_reductions_that_outvote_a_liar_do_so_in_a_deployment(rule, rehearsal, w
                 message = numbers(lambda v: v * 100)(message) if number == 8 else message
             yield message.record()
 
-    fit = one.serve(Mixed([one.node(client) for client in one.clients]), clients_at_least=3)
-    assert rounds_of(fit)[0]["dropped"] == {}
+    fit = one.serve(Mixed(one.nodes()), clients_at_least=3)
+    assert one.rounds()[0]["dropped"] == {}
     low, high = (
         {name: compare(honest[7][name], honest[9][name]) for name in honest[7]} for compare in (torch.min, torch.max)
     )

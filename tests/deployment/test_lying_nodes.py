@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fcl.evaluation.results import read_results
-
 from . import lies
 from .lies import KINDS
+from .recipes import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -58,10 +57,7 @@ def train(message, context):
 MANY_ROUNDS = {
     "trainer": {"max_epochs": ROUNDS},
     "data": {
-        "scenario": {
-            "class_path": "ClassIncremental",
-            "init_args": {"experiences": 1, "rounds_per_experience": ROUNDS},
-        },
+        "scenario": classes(experiences=1, rounds_per_experience=ROUNDS),
         "partition": {"class_path": "IID", "init_args": {"clients": 7}},
     },
 }
@@ -82,7 +78,7 @@ def test_each_kind_of_lie_over_a_superlink_is_named_and_changes_nothing(rehearsa
     at.run(app, **one.settings(), clients_at_least=2)
     at.wait_for(one.ended, seconds=900)
     assert one.holds(honest.model)
-    rounds = read_results(one.folder / "deployed")["record"]["rounds"]
+    rounds = one.rounds()
     assert len(rounds) == ROUNDS
     for number, (kind, (_, message)) in enumerate(KINDS.items()):
         dropped = rounds[number // len(LIARS)]["dropped"]

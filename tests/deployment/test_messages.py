@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.messages import Parcel, RefusedError, decode_entry, encode_entry, opened, record_of
+
+from .recipes import strategy
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
@@ -72,10 +73,8 @@ def test_a_servers_array_of_another_form_is_refused(form):
 @pytest.mark.seconds
 def test_a_compressed_upload_is_short_on_the_wire(rehearsal, wire):
     top = {"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.1}}
-    strategy = {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"cohort_size": 1, "compression": top}}
-    one = rehearsal({"trainer": {"strategy": strategy, "max_epochs": 1}})
+    one = rehearsal({"trainer": {"strategy": strategy(compression=top), "max_epochs": 1}})
     one.simulate()
-    deployed = one.serve(wire([one.node(client) for client in one.clients]), clients_at_least=3)
-    record = next(each for each in deployed.trainer.callbacks if isinstance(each, ContinualMetrics)).record
-    (round,) = record["rounds"]
+    one.serve(wire(one.nodes()), clients_at_least=3)
+    (round,) = one.rounds()
     assert all(round["upload_bytes"][client] < round["download_bytes"][client] / 5 for client in one.clients)

@@ -21,8 +21,10 @@ def overwrite(path, content):
     os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
 
 
-def test_a_file_is_read_again_only_when_it_has_changed(tmp_path, monkeypatch):
+def test_a_file_is_looked_for_each_time_and_read_again_only_when_it_has_changed(tmp_path, monkeypatch):
     path, note = tmp_path / "own.npz", tmp_path / "note.json"
+    with pytest.raises(RefusedError, match="there is no file"):
+        count_samples(str(path), note)
     save(path, 4)
     whole = path.read_bytes()
     assert count_samples(str(path), note) == 4
@@ -40,14 +42,6 @@ def test_a_file_is_read_again_only_when_it_has_changed(tmp_path, monkeypatch):
         count_samples(str(path), note)
     monkeypatch.delenv("LIGHTNING_FCL_MAX_BYTES")
     assert count_samples(str(path), note) == 5
-
-
-def test_what_is_not_there_is_looked_for_each_time(tmp_path):
-    path, note = tmp_path / "own.npz", tmp_path / "note.json"
-    with pytest.raises(RefusedError, match="there is no file"):
-        count_samples(str(path), note)
-    save(path, 4)
-    assert count_samples(str(path), note) == 4
 
 
 def test_a_folder_of_images_has_changed_with_any_of_them(tmp_path):

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from lightning_fcl import __version__
-from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.messages import Parcel, RefusedError, opened, record_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.outline import fingerprint
@@ -25,13 +24,13 @@ def deployed(rehearsal):
     return one
 
 
-def of_first_round(fit):
-    record = next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record
-    return record["rounds"][0]
-
-
-def dropped(fit):
-    return of_first_round(fit)["dropped"]
+@pytest.fixture
+def asked(deployed, wire):
+    """A node, and what it was sent to train on."""
+    link = wire(deployed.nodes())
+    deployed.serve(link, clients_at_least=3)
+    number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
+    return link.reached[number], sent
 
 
 def test_a_message_larger_than_agreed_is_refused():
@@ -47,7 +46,8 @@ def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wi
     older = nodes[2]
     really = older.answer
     older.answer = lambda parcel: replace(really(parcel), head={**really(parcel).head, "version": "0.0.9"})
-    found = dropped(deployed.serve(wire(nodes), clients_at_least=1))
+    deployed.serve(wire(nodes), clients_at_least=1)
+    found = deployed.rounds()[0]["dropped"]
     assert "Expected the server to have the recipe" in found["1"] and "Deploy one recipe everywhere" in found["1"]
     assert "Expected client 2 to run lightning-fcl" in found["2"] and "0.0.9" in found["2"]
     answer = nodes[0].answer(Parcel({"kind": "hello", "version": "0.0.9", "recipe": ""}))
@@ -55,11 +55,8 @@ def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wi
 
 
 @pytest.mark.seconds
-def test_weights_of_another_model_are_refused_by_a_node(deployed, wire):
-    link = wire([deployed.node(client) for client in deployed.clients])
-    deployed.serve(link, clients_at_least=3)
-    number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
-    node = link.reached[number]
+def test_weights_of_another_model_are_refused_by_a_node(asked):
+    node, sent = asked
     names = list(sent.state)
     less = {name: value for name, value in sent.state.items() if name != names[0]}
     longer = {**sent.state, names[0]: torch.zeros(99, 64)}
@@ -78,8 +75,9 @@ def test_weights_of_another_model_are_refused_by_a_node(deployed, wire):
 def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire):
     lost = Node(deployed.recipe, "1", str(deployed.folder / "nowhere.npz"), deployed.folder / "m")
     nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
-    fit = deployed.serve(wire(nodes), clients_at_least=2)
-    found, claims = dropped(fit), of_first_round(fit)["claims"]
+    deployed.serve(wire(nodes), clients_at_least=2)
+    (round,) = deployed.rounds()
+    found, claims = round["dropped"], round["claims"]
     assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
     assert found.keys() == {"1"} and "there is no file" in found["1"] and "nowhere.npz" in found["1"]
 
@@ -97,8 +95,7 @@ def test_a_node_that_is_asked_again_who_it_is_does_not_read_its_data_again(deplo
     assert "1.npz" in node.answer(hello).head["refused"]
 
 
-@pytest.mark.seconds
-def test_data_that_do_not_fit_are_refused(deployed, tmp_path):
+def test_data_that_do_not_fit_are_refused(tmp_path):
     rows = np.zeros((4, 64), np.float32)
     files = {
         "labels that are numbers": ({"x": rows, "y": np.arange(4)}, "`y` holds numbers"),
@@ -166,7 +163,8 @@ def test_labels_that_the_server_does_not_know_are_refused(deployed, wire):
     y = y.astype("U9")
     y[0] = "eleven"
     np.savez(path, y=y, **columns)
-    found = dropped(deployed.serve(wire([deployed.node(c) for c in deployed.clients]), clients_at_least=2))
+    deployed.serve(wire(deployed.nodes()), clients_at_least=2)
+    found = deployed.rounds()[0]["dropped"]
     assert "Expected the labels of client 1 among" in found["1"] and "eleven" in found["1"]
 
 
@@ -184,13 +182,11 @@ def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp
 
 
 @pytest.mark.seconds
-def test_a_federation_whose_name_leads_elsewhere_or_is_another_in_unicode_is_refused_by_a_node(deployed, wire):
-    link = wire([deployed.node(client) for client in deployed.clients])
-    deployed.serve(link, clients_at_least=3)
-    number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
+def test_a_federation_whose_name_leads_elsewhere_or_is_another_in_unicode_is_refused_by_a_node(deployed, asked):
+    node, sent = asked
     before = sorted(deployed.folder.rglob("*"))
     for name in ("..", ".", "", "x" * 300, "../../victim" * 30, "\ufb01eld"):
-        refused = link.reached[number].answer(Parcel({**sent.head, "federation": name}, sent.state)).head["refused"]
+        refused = node.answer(Parcel({**sent.head, "federation": name}, sent.state)).head["refused"]
         assert refused.startswith(
             "Expected the name of a federation, not `..`, of letters that are printed, in Unicode's"
         )

@@ -4,18 +4,13 @@ import sys
 
 import pytest
 
-from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.federation.aggregation import entries
 
-from .recipes import REPLAY
+from .recipes import REPLAY, strategy
 
 
 class LostError(Exception):
     """The server's machine is gone."""
-
-
-def rounds_of(fit):
-    return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record["rounds"]
 
 
 @pytest.mark.seconds
@@ -43,8 +38,8 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
                 raise LostError
 
     with pytest.raises(LostError):
-        one.serve(Lost([one.node(client) for client in one.clients]), clients_at_least=number)
-    link = wire([one.node(client) for client in one.clients])
+        one.serve(Lost(one.nodes()), clients_at_least=number)
+    link = wire(one.nodes())
     deployed = one.serve(link, clients_at_least=number)
     assert min(parcel.head["round"] for _, parcel in link.asked) == 2
     assert same(simulated.model, deployed.model)
@@ -63,24 +58,24 @@ def test_a_key_is_the_client_that_it_was_also_when_the_server_has_been_started_a
             return super().send(parcels, seconds)
 
     with pytest.raises(LostError):
-        one.serve(Lost([one.node(client) for client in one.clients]), clients_at_least=3)
+        one.serve(Lost(one.nodes()), clients_at_least=3)
     link = wire([one.node("0"), one.node("2")])
     link.reached[11] = one.node("1")  # with a key that has been nobody's
-    rounds = rounds_of(one.serve(link, clients_at_least=1, registered_keys=True))
+    one.serve(link, clients_at_least=1, registered_keys=True)
     assert "Expected node 8 to be client 1, as its key has been, but it says 2." in caplog.text
     assert "Expected node 11 to have the key that client 1 has had in this run but it has another." in caplog.text
-    assert rounds[-1]["upload_bytes"].keys() == {"0"}
+    assert one.rounds()[-1]["upload_bytes"].keys() == {"0"}
 
 
 @pytest.mark.seconds
 def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire):
     one = rehearsal(REPLAY)
     one.simulate()
-    nodes = [one.node(client) for client in one.clients]
+    nodes = one.nodes()
     really = nodes[1].answer
     nodes[1].answer = lambda parcel: None if parcel.head["round"] == 1 and parcel.state else really(parcel)
-    rounds = rounds_of(one.serve(wire(nodes), clients_at_least=2, round_seconds=3))
-    stalled = one.clients[1]
+    one.serve(wire(nodes), clients_at_least=2, round_seconds=3)
+    rounds, stalled = one.rounds(), one.clients[1]
     assert [stalled in one["upload_bytes"] for one in rounds] == [True, False, True, True]
     assert "no answer within" in rounds[1]["dropped"][stalled]
 
@@ -89,7 +84,7 @@ def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire
 def test_clients_join_late_and_leave(rehearsal, wire):
     one = rehearsal()
     one.simulate()
-    first, second, third = (one.node(client) for client in one.clients)
+    first, second, third = one.nodes()
 
     class Changing(wire):
         def nodes(self):
@@ -97,7 +92,8 @@ def test_clients_join_late_and_leave(rehearsal, wire):
             self.reached = {1: first, **({2: second} if round < 2 else {}), **({3: third} if round > 0 else {})}
             return super().nodes()
 
-    rounds = rounds_of(one.serve(Changing([]), clients_at_least=1))
+    one.serve(Changing([]), clients_at_least=1)
+    rounds = one.rounds()
     there = [[client in one["upload_bytes"] for client in ("0", "1", "2")] for one in rounds]
     assert there[0] == [True, True, False] and there[-1] == [True, False, True]
     assert rounds[0]["dropped"] == {"2": "not connected"} and rounds[-1]["dropped"] == {"1": "not connected"}
@@ -150,9 +146,8 @@ def test_a_server_that_is_not_finite_or_far_off_is_not_written_over_its_last_goo
     (tmp_path / "bursts.py").write_text(BURSTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "bursts", raising=False)
-    bursts = {"cohort_size": 1, "reductions": {"*": {"class_path": "bursts.Bursts"}}}
-    one = rehearsal({"trainer": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": bursts}}})
-    simulated, nodes = one.simulate(), [one.node(client) for client in one.clients]
+    one = rehearsal({"trainer": {"strategy": strategy(reductions={"*": {"class_path": "bursts.Bursts"}})}})
+    simulated, nodes = one.simulate(), one.nodes()
     made = sys.modules["bursts"]
     made.sound[0], made.divisor[0] = 2, divisor
     with pytest.raises(ValueError, match=message):
@@ -171,13 +166,13 @@ def test_memories_of_a_later_round_are_not_gone_back_from(rehearsal, wire):
     """A server without its checkpoints is another federation; one that goes two rounds back is refused."""
     one = rehearsal()
     one.simulate()
-    nodes = [one.node(client) for client in one.clients]
-    first = one.serve(link := wire(nodes), clients_at_least=3)
+    nodes = one.nodes()
+    one.serve(link := wire(nodes), clients_at_least=3)
     _, train = next((number, parcel) for number, parcel in link.asked if parcel.state)
     refused = nodes[0].answer(
         type(train)({**train.head, "outline": {**train.head["outline"], "client": "0"}}, train.state)
     )
     assert "Expected a round from 3 on" in refused.head["refused"]
     (one.folder / "deployed").rename(one.folder / "before")
-    again = one.serve(wire(nodes), clients_at_least=3)
-    assert rounds_of(first)[-1]["correct"] == rounds_of(again)[-1]["correct"]
+    one.serve(wire(nodes), clients_at_least=3)
+    assert one.rounds()[-1]["correct"] == one.rounds("before")[-1]["correct"]

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.federation.client_store import ClientStore
+
+from .recipes import REPLAY, classes, method, strategy
 
 WAVES = """
 import lightning.pytorch as L
@@ -24,18 +25,6 @@ class Waves(L.LightningDataModule):
         noise = torch.randn(240, 20, 3, generator=torch.Generator().manual_seed(0))
         return DataLoader(TensorDataset(time.sin() + noise / 4, y), batch_size=16)
 """
-
-
-def strategy(**arguments):
-    return {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"cohort_size": 1, **arguments}}
-
-
-def method(name, **arguments):
-    return {"class_path": f"lightning_fcl.callbacks.{name}", "init_args": arguments}
-
-
-def optimizer(name, **arguments):
-    return {"class_path": f"torch.optim.{name}", "init_args": arguments}
 
 
 RESERVOIR = {
@@ -60,21 +49,28 @@ LORA = {
     },
 }
 
-OWN_HEAD = {"model.3.*": "none"}
+OF_WAVES = {
+    "data": {"class_path": "waves.Waves"},
+    "shuffle": True,
+    "drop_last": False,
+    "scenario": classes(experiences=2),
+}
 
 CASES = {
     "averaging": {},
-    "distillation and replay": {
-        "trainer": {"callbacks": [method("FLwF2T", alpha=0.2, beta=0.3), method("Replay", max_size=30)]}
-    },
+    "distillation and replay": REPLAY,
     "some clients a round, two epochs": {"trainer": {"strategy": strategy(participation=2, local_epochs=2)}},
     "own head": {
         "trainer": {
-            "strategy": strategy(reductions=OWN_HEAD, keep_optimizer=True),
+            "strategy": strategy(reductions={"model.3.*": "none"}, keep_optimizer=True),
             "callbacks": [method("FedRep", head_epochs=1, body_epochs=2, head="model.3.*")],
         }
     },
-    "server optimizer": {"trainer": {"strategy": strategy(server_optimizer=optimizer("Adam", lr=0.05))}},
+    "server optimizer": {
+        "trainer": {
+            "strategy": strategy(server_optimizer={"class_path": "torch.optim.Adam", "init_args": {"lr": 0.05}})
+        }
+    },
     "compression": {
         "trainer": {
             "strategy": strategy(
@@ -108,40 +104,17 @@ CASES = {
         "trainer": {"callbacks": [method("FedProx", mu=0.1)]},
     },
     "new samples in each round": {
-        "data": {
-            "scenario": {
-                "class_path": "ClassIncremental",
-                "init_args": {"experiences": 2, "rounds_per_experience": 2, "samples_per_round": 60},
-            }
-        }
+        "data": {"scenario": classes(experiences=2, rounds_per_experience=2, samples_per_round=60)}
     },
-    "sums of a reservoir": {
-        "model": RESERVOIR,
-        "data": {
-            "data": {"class_path": "waves.Waves"},
-            "shuffle": True,
-            "drop_last": False,
-            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
-        },
-    },
+    "sums of a reservoir": {"model": RESERVOIR, "data": OF_WAVES},
     "plasticity of a reservoir": {
         "model": RESERVOIR,
         "trainer": {"callbacks": [method("IntrinsicPlasticity", eta=0.05, min_gain=0.99)]},
-        "data": {
-            "data": {"class_path": "waves.Waves"},
-            "shuffle": True,
-            "drop_last": False,
-            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2, "rounds_per_experience": 2}},
-        },
+        "data": {**OF_WAVES, "scenario": classes(experiences=2, rounds_per_experience=2)},
     },
     "weights of a reservoir": {
         "model": {**RESERVOIR, "init_args": {**RESERVOIR["init_args"], "share": "weights"}},
-        "data": {
-            "data": {"class_path": "waves.Waves"},
-            "shuffle": True,
-            "drop_last": False,
-            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
-        },
+        "data": OF_WAVES,
     },
 }
 
@@ -172,12 +145,12 @@ FAST = [
 def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, same):
     one = rehearsal(CASES[case])
     simulated = one.simulate()
-    deployed = one.serve(wire([one.node(client) for client in one.clients]), clients_at_least=len(one.clients))
+    deployed = one.serve(wire(one.nodes()), clients_at_least=len(one.clients))
     assert simulated.trainer.current_epoch == deployed.trainer.current_epoch > 1
     assert same(simulated.model, deployed.model)
     kept, also = (fit.trainer.strategy.server.extra for fit in (simulated, deployed))
     assert kept.keys() == also.keys() and all(torch.equal(value, also[name]) for name, value in kept.items())
-    there, here = (record_of(fit)["rounds"] for fit in (simulated, deployed))
+    there, here = one.rounds("simulated"), one.rounds()
     assert [one["skipped"] for one in there] == [one["skipped"] for one in here]
     assert [one["correct"].get("server") for one in there] == [one["correct"].get("server") for one in here]
     assert [one["dropped"] for one in here] == [{}] * len(here)
@@ -189,11 +162,6 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
         for section, memory in remembered.items():
             assert memory.keys() == kept[section].keys()
             assert all(torch.equal(value, kept[section][name]) for name, value in memory.items())
-
-
-def record_of(fit):
-    """What `ContinualMetrics` has recorded."""
-    return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record
 
 
 @pytest.mark.seconds
@@ -211,7 +179,7 @@ def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same)
         }
     )
     simulated = one.simulate()
-    deployed = one.serve(wire([one.node(client) for client in one.clients]), "recipe", clients_at_least=3)
+    deployed = one.serve(wire(one.nodes()), "recipe", clients_at_least=3)
     assert same(simulated.model, deployed.model)
 
 
@@ -234,7 +202,7 @@ def test_nothing_on_a_node_opens_the_data_of_others(rehearsal, wire, same):
                 shutil.rmtree(data)
             away.rename(data)
 
-    deployed = one.serve(Alone([one.node(client) for client in one.clients]), clients_at_least=3)
+    deployed = one.serve(Alone(one.nodes()), clients_at_least=3)
     assert same(simulated.model, deployed.model)
 
 

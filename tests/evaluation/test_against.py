@@ -42,12 +42,9 @@ def test_the_verdict(counts, word):
     assert Standing(*counts).verdict == word
 
 
-def test_the_chart_has_each_number():
+def test_the_chart_has_each_number_and_none_is_of_nothing():
     rows = against_chart(table())["datasets"]["rows"]
     points = sorted((row["paper"], row["ours"]) for row in rows)
     assert points == [pytest.approx(point) for point in ((0.5, 0.101), (0.56, 0.51), (0.65, 0.55), (0.8, 0.5))]
     assert [row["stands"] for row in rows] == ["within .05", "inside the spread", "outside", "outside"]
-
-
-def test_without_numbers_of_the_paper_there_is_no_chart():
     assert against_chart(table({"one": {"accuracy/server": Cell({0: 0.5})}})) is None

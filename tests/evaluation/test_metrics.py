@@ -170,16 +170,6 @@ def test_fine_tuning_forgets_everything_as_in_the_paper():
     assert summary["stream_accuracy/client1"] == 0.5
 
 
-def test_single_task_has_no_task_metrics_and_means_are_over_those_that_have_one():
-    summary = summarize(fine_tuning_record())
-    assert not any(name in summary for name in ("A_1/generalized", "F_1/generalized", "BWT/generalized"))
-    assert summary["A_2/clients"] == summary["A_2/client1"]
-    assert summary["A_gen/clients"] == pytest.approx((1 / 3 + 0.8) / 2)
-    assert "A_per/server" not in summary
-    assert summary["final_accuracy/server"] == pytest.approx(0.6)
-    assert (summary["upload_bytes/total"], summary["download_bytes/total"]) == (96.0, 192.0)
-
-
 def of_client(correct, totals, experience, tasks):
     """The record of a client, of right predictions per round and group."""
     rounds = [
@@ -197,22 +187,6 @@ def test_matrix_by_hand():
     np.testing.assert_allclose(stream_accuracies(record, "a"), [0.75, 0.5])
     assert summarize(record)["A_gen/a"] == pytest.approx(0.5)
     assert summarize(record)["A_per/a"] == pytest.approx((0.25 + 0.75 + 0.5) / 3)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_stream_accuracies_equal_slow_reference(seed):
-    record = random_record(seed)
-    for model, tasks in record["tasks"].items():
-        ours, expected = stream_accuracies(record, model), []
-        for number in range(len(tasks)):
-            rounds = [e for e in record["rounds"] if model in e["correct"] and e["experience"][model] == number]
-            seen = {group for groups in tasks[: number + 1] for group in groups}
-            right = sum(rounds[-1]["correct"][model][group] for group in seen) if rounds else math.nan
-            expected.append(right / sum(record["totals"][group] for group in seen))
-        np.testing.assert_allclose(ours, expected, atol=1e-12)
-        if np.isfinite(ours).any():
-            last = ours[np.isfinite(ours)][-1]
-            assert summarize(record)[f"stream_accuracy/{model}"] == pytest.approx(last)
 
 
 def test_the_start_is_experience_0_of_the_server_alone():

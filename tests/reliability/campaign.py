@@ -256,3 +256,9 @@ def comes_to(folder: Path) -> dict[str, object]:
         elif path.suffix in (".md", ".png"):
             found[name] = path.stat().st_size > 0
     return json.loads(json.dumps(found))
+
+
+def same(expected: dict[str, object], found: dict[str, object], what: str) -> Outcome:
+    """Whether something came to what it would have come to."""
+    other = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    return Outcome("silent difference", what, ", ".join(other)) if other else Outcome("fine", what)

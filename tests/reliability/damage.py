@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from campaign import Campaign, Outcome, call, comes_to, small_recipe
+from campaign import Campaign, Outcome, call, comes_to, same, small_recipe
 
+from lightning_fcl.running.rows import config_words
 from recipes import changed_recipe
 
 WINDOWS = ["fit", "--config", "windows.yaml", "--out", "out"]
@@ -29,7 +30,7 @@ def change_byte(path: Path, rng: random.Random) -> str:
 
 def checkpoint_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
     """A byte of a checkpoint changes, from which a fit goes on: to what it would have come to, or not at all."""
-    words = [word for recipe in small_recipe(folder) for word in ("--config", recipe)]
+    words = config_words(small_recipe(folder))
     half = campaign.once("half", lambda place: _half_way(words, place))
     checkpoint = folder / "half.ckpt"
     checkpoint.write_bytes((half / "half.ckpt").read_bytes())
@@ -39,7 +40,7 @@ def checkpoint_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Out
         return problem
     if said.code == 2:
         return Outcome("fine", what)
-    return _same(comes_to(half), comes_to(folder), what)
+    return same(comes_to(half), comes_to(folder), what)
 
 
 def _half_way(words: list[str], place: Path) -> None:
@@ -68,12 +69,12 @@ def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcom
         return problem
     if said.code == 2:
         return Outcome("fine", what)
-    return _same(comes_to(done), comes_to(folder), what)
+    return same(comes_to(done), comes_to(folder), what)
 
 
 def copied_run(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
     """A run's folder is copied, its files' times are others and its record has lines too many; the copy goes on."""
-    words = [word for recipe in small_recipe(folder) for word in ("--config", recipe)]
+    words = config_words(small_recipe(folder))
     whole = campaign.once("whole", lambda place: _run(["fit", *words, "--out", "out"], place))
     begun = campaign.once(
         "begun", lambda place: _run(["fit", *words, "--out", "first", "--trainer.max_epochs", "2"], place)
@@ -93,7 +94,7 @@ def copied_run(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
         return problem
     if said.code or {path: path.read_bytes() for path in begun.rglob("*") if path.is_file()} != before:
         return Outcome("silent difference" if not said.code else "wrong ending", what, said.text)
-    return _same(comes_to(whole), comes_to(copy.parent), what)
+    return same(comes_to(whole), comes_to(copy.parent), what)
 
 
 def _run(words: list[str], place: Path) -> None:
@@ -132,7 +133,7 @@ def data_file(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
         return problem
     if said.code == 2:
         return Outcome("fine" if path.name in said.text else "wrong ending", what, said.text)
-    return _same(comes_to(whole), comes_to(folder), what)
+    return same(comes_to(whole), comes_to(folder), what)
 
 
 def _trained(place: Path) -> None:
@@ -146,8 +147,3 @@ def _trained(place: Path) -> None:
     recipe["data"]["data"] = {"class_path": "PublicData", "init_args": {"name": "hhar", "root": "."}}
     (place / "windows.yaml").write_text(yaml.safe_dump(recipe))
     _run(WINDOWS, place)
-
-
-def _same(expected: dict[str, object], found: dict[str, object], what: str) -> Outcome:
-    other = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
-    return Outcome("silent difference", what, ", ".join(other)) if other else Outcome("fine", what)

@@ -11,7 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import yaml
-from campaign import ROOT, Campaign, Command, Outcome, comes_to, small_recipe
+from campaign import ROOT, Campaign, Command, Outcome, comes_to, same, small_recipe
+
+from lightning_fcl.running.rows import config_words
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Work:
 def works(folder: Path) -> list[Work]:
     """What is killed: the quickstart as a fit, with a store on disk, as a search; the papers whose data is there."""
     recipes = small_recipe(folder)
-    words = tuple(word for recipe in recipes for word in ("--config", recipe))
+    words = tuple(config_words(recipes))
     disk = ("--trainer.strategy.init_args.client_store", "disk")
     search = folder / "search.yaml"
     lr = {"model.init_args.optimizer.init_args.lr": [0.1, 0.05, 0.02]}
@@ -121,10 +123,7 @@ def _goes_on(campaign: Campaign, work: Work, folder: Path, what: str) -> Outcome
     if left := leftovers(folder):
         return Outcome("left-over", what, ", ".join(left))
     expected, _ = whole(campaign, work)
-    if (now := comes_to(folder)) != expected:
-        other = [name for name in {**expected, **now} if expected.get(name) != now.get(name)]
-        return Outcome("silent difference", what, ", ".join(other))
-    return Outcome("fine", what)
+    return same(expected, comes_to(folder), what)
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -1,15 +1,10 @@
-"""A small zoo in a folder, that folder on loopback, and small runs."""
-
-import functools
-import http.server
-import threading
+"""A small zoo in a folder, and small runs."""
 
 import pytest
 import torch
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.running.rows import config_words, recipes_folder
 from lightning_fcl.zoo.registry import collect, package_folder
 
@@ -26,13 +21,8 @@ def small_zoo(tmp_path, monkeypatch):
     return folder
 
 
-def empty_page(folder, results):
-    """An empty file in place of a run's page, which takes longer than its rounds."""
-    return write_whole(folder / "report.html", "")
-
-
 @pytest.fixture(scope="session")
-def fit_small():
+def fit_small(without_pages):
     """Fits recipes of the package with changes over them, below a folder; the run's folder."""
 
     def fit(folder, *changes, recipes=("quickstart.yaml",), words=()):
@@ -41,8 +31,7 @@ def fit_small():
         for number, content in enumerate(changes):
             paths.append(folder / f"change-{number}.yaml")
             paths[-1].write_text(yaml.safe_dump(content))
-        with pytest.MonkeyPatch.context() as patch:  # reports are tested elsewhere, and take longer than the runs do
-            patch.setattr("lightning_fcl.evaluation.results.write_page", empty_page)
+        with without_pages():
             main(["fit", *config_words(paths), *words, "--out", str(folder / "out")])
         return folder / "out"
 
@@ -61,29 +50,3 @@ def tensors_of():
                 yield from tensors(part)
 
     return tensors
-
-
-@pytest.fixture
-def serve():
-    """Serves folders: makes the URL of one, and the list of what it is asked for."""
-    servers = []
-
-    def make(folder):
-        asked = []
-
-        class Handler(http.server.SimpleHTTPRequestHandler):
-            def log_request(self, *_):
-                asked.append(self.path)
-
-            def log_message(self, *_):
-                pass
-
-        handler = functools.partial(Handler, directory=str(folder))
-        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}", asked
-
-    yield make
-    for server in servers:
-        server.shutdown()
-        server.server_close()

@@ -17,18 +17,17 @@ from lightning_fcl.zoo.entry import CONTINUE, WEIGHTS
 from lightning_fcl.zoo.loading import read_tensors
 from lightning_fcl.zoo.publishing import publish
 
-SMALL = {
-    "trainer": {"enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
-    "data": {
-        "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 2}},
-        "partition": {"class_path": "IID", "init_args": {"clients": 4}},
-    },
-}
 KEEPS_NOTHING = {"trainer": {"callbacks": []}}
+ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.05}}
 SILENT = {"trainer": {"enable_progress_bar": False}}
 FEDCLIP = ("base", "wesad", "fedip-wesad", "fedclip-wesad", "replay", "scale-smoke")
 ODFCL = ("base", "latent-replay", "scale-smoke")
 FEDVIT = ("base", "fedvit", "scale-smoke")
+
+
+@pytest.fixture
+def small(small_recipe):
+    return small_recipe(rounds=4, clients=4, rounds_per_experience=2)
 
 
 @pytest.fixture
@@ -59,13 +58,13 @@ def as_packaged(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def published(tmp_path, monkeypatch, as_packaged, fit):
+def published(tmp_path, monkeypatch, as_packaged, fit, small):
     """Publishes what a recipe has trained after a round, and fits it to its end."""
 
     def make(change, rounds, of=4, **recipes):
         monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "zoo"))
         monkeypatch.chdir(tmp_path)  # what recipes cache lies there
-        changes = (SILENT, change) if recipes else (SMALL, change)
+        changes = (SILENT, change) if recipes else (small, change)
         run, whole = (
             fit(tmp_path / name, last, *changes, **recipes) for name, last in (("part", rounds), ("whole", of))
         )
@@ -82,25 +81,33 @@ def same(module, state):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_without_memories_it_comes_to_the_same_bits(published, rounds):
-    _, _, whole = published(KEEPS_NOTHING, rounds)
+@pytest.mark.parametrize(
+    ("more", "rounds"), [({}, 1), ({}, 2), ({}, 3), ({"strategy": {"init_args": {"server_optimizer": ADAM}}}, 2)]
+)
+def test_without_memories_it_comes_to_the_same_bits(published, more, rounds):
+    """The server's optimizer goes on as well."""
+    _, _, whole = published({"trainer": {**KEEPS_NOTHING["trainer"], **more}}, rounds)
     later = zoo.continue_from("mlp.part")
     assert later.round == rounds and later.trainer.max_epochs == 4
     later.fit()
     assert same(later.module, whole)
 
 
-@pytest.mark.seconds
-def test_with_what_clients_keep_it_comes_to_the_same_bits_and_without_they_begin_anew(published):
-    _, run, whole = published({}, 3)  # FLwF-2T's teachers and a replay buffer, in the midst of an experience
-    checkpoint = next((run / "checkpoints").glob("*.ckpt"))
-    later = zoo.continue_from("mlp.part", clients=checkpoint)
+def check_going_on(run, whole, rounds):
+    """To the same bits with what clients keep; without, they begin anew."""
+    later = zoo.continue_from("mlp.part", clients=next((run / "checkpoints").glob("*.ckpt")))
+    assert later.round == rounds
     later.fit()
     assert same(later.module, whole)
     alone = zoo.continue_from("mlp.part")
     alone.fit()
     assert not same(alone.module, whole)
+
+
+@pytest.mark.seconds
+def test_with_what_clients_keep_it_comes_to_the_same_bits_and_without_they_begin_anew(published):
+    _, run, whole = published({}, 3)  # FLwF-2T's teachers and a replay buffer, in the midst of an experience
+    check_going_on(run, whole, 3)
 
 
 @pytest.mark.slow
@@ -115,13 +122,7 @@ def test_with_what_clients_keep_it_comes_to_the_same_bits_and_without_they_begin
 )
 def test_each_paper_goes_on_with_what_its_clients_keep(data_folder, published, paper, names, rounds, of):
     _, run, whole = published({}, rounds, of, recipes=[f"{paper}/{name}.yaml" for name in names])
-    later = zoo.continue_from("mlp.part", clients=next((run / "checkpoints").glob("*.ckpt")))
-    assert later.round == rounds
-    later.fit()
-    assert same(later.module, whole)
-    alone = zoo.continue_from("mlp.part")
-    alone.fit()
-    assert not same(alone.module, whole)
+    check_going_on(run, whole, rounds)
 
 
 @pytest.mark.seconds
@@ -144,19 +145,9 @@ def test_nothing_that_clients_keep_is_published(published, tensors_of):
 
 
 @pytest.mark.seconds
-def test_the_server_optimizer_goes_on(published):
-    adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.05}}
-    strategy = {"strategy": {"init_args": {"server_optimizer": adam}}}
-    _, _, whole = published({"trainer": {**KEEPS_NOTHING["trainer"], **strategy}}, 2)
-    later = zoo.continue_from("mlp.part")
-    later.fit()
-    assert same(later.module, whole)
-
-
-@pytest.mark.seconds
-def test_a_checkpoint_of_other_clients_is_refused(published, fit, tmp_path):
+def test_a_checkpoint_of_other_clients_is_refused(published, fit, small, tmp_path):
     published(KEEPS_NOTHING, 1)
-    other = fit(tmp_path / "other", 1, SMALL, {**KEEPS_NOTHING, "seed_everything": 5})
+    other = fit(tmp_path / "other", 1, small, {**KEEPS_NOTHING, "seed_everything": 5})
     with pytest.raises(ValueError, match="Expected `clients` of the published recipe, seed and data"):
         zoo.continue_from("mlp.part", clients=next((other / "checkpoints").glob("*.ckpt")))
 

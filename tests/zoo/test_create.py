@@ -65,10 +65,9 @@ def test_names_by_pattern():
 
 
 @pytest.mark.seconds
-def test_a_fit_begins_with_a_published_network(fit_small, tmp_path):
-    small = {"trainer": {"max_epochs": 1, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}}}
+def test_a_fit_begins_with_a_published_network(fit_small, small_recipe, tmp_path):
     frozen = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 1e-12}}}}}
-    run = fit_small(tmp_path, small, frozen, words=["--model.pretrained", NAME])
+    run = fit_small(tmp_path, small_recipe(rounds=1, clients=3), frozen, words=["--model.pretrained", NAME])
     told = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["model"]
     assert told["class_path"] == "lightning_fcl.create_model" and told["init_args"]["name"] == f"{NAME}@1"
     (file,) = (run / "checkpoints").glob("*.ckpt")

@@ -59,10 +59,10 @@ def test_nothing_that_a_registry_names_leads_elsewhere(alone, registry, tmp_path
     "door", ["another file", "one file more", "a file's digest", "the list's digest", "the folder"]
 )
 def test_nothing_that_a_registry_from_afar_names_leads_elsewhere(
-    alone, registry, tmp_path, serve, monkeypatch, door, name
+    alone, registry, tmp_path, serve_folder, monkeypatch, door, name
 ):
     evil(registry.parent, door, name.format(outside=tmp_path / "victim"))
-    url, asked = serve(registry.parent)
+    url, asked = serve_folder(registry.parent)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
     before = all_below(tmp_path)
     with pytest.raises(ValueError, match=r"^Expected .*\.$"):
@@ -73,8 +73,8 @@ def test_nothing_that_a_registry_from_afar_names_leads_elsewhere(
     assert all(path.is_relative_to(cache) for path in all_below(tmp_path).keys() - before.keys())
 
 
-def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, tmp_path, serve, monkeypatch):
-    url, _ = serve(registry.parent)
+def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, tmp_path, serve_folder, monkeypatch):
+    url, _ = serve_folder(registry.parent)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
     zoo.load(NAME)
     whole = all_below(tmp_path / "cache")
@@ -87,13 +87,13 @@ def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, 
     assert whole.items() <= all_below(tmp_path / "cache").items()
 
 
-def test_links_to_elsewhere(registry, tmp_path, serve, monkeypatch):
+def test_links_to_elsewhere(registry, tmp_path, serve_folder, monkeypatch):
     own, elsewhere, cache = registry.parent / NAME, tmp_path / "elsewhere", tmp_path / "cache" / "zoo"
     for file in own.iterdir():  # as in the hub's cache
         (own / file.name).rename(registry.parent / f"blob-{file.name}")
         file.symlink_to(f"../blob-{file.name}")
     assert zoo.load(NAME)
-    (url, _), digest = serve(registry.parent), find(NAME).digest
+    (url, _), digest = serve_folder(registry.parent), find(NAME).digest
     own.rename(elsewhere)
     own.symlink_to(elsewhere)
     before = all_below(elsewhere)

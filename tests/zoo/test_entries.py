@@ -4,7 +4,6 @@ import copy
 import subprocess
 from pathlib import Path
 
-import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
@@ -141,7 +140,7 @@ def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
 
 
 @pytest.mark.seconds
-def test_new_classes_are_added_to_a_published_readout_of_a_backbone(monkeypatch, tmp_path):
+def test_new_classes_are_added_to_a_published_readout_of_a_backbone(fit, monkeypatch, tmp_path):
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path))
     later = zoo.continue_from("lite0.miniimagenet.ridge", classes=2)
     task, digits = later.module, load_digits()
@@ -156,9 +155,7 @@ def test_new_classes_are_added_to_a_published_readout_of_a_backbone(monkeypatch,
         classes=[*later.entry.classes, "a 0", "a 1"],
     )
     known, n = copy.deepcopy(task.readout), int(task.readout.n)
-    L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu").fit(
-        task, datamodule=stream
-    )
+    fit(task, stream)
     rows = np.concatenate([*stream.plan.train[0].values()])
     wanted = copy.deepcopy(known)
     wanted.partial_fit(stream.take(rows)[0], task.targets.encode(stream.take(rows)[1]))
@@ -174,15 +171,13 @@ def test_new_classes_are_added_to_a_published_readout_of_a_backbone(monkeypatch,
 
 @pytest.mark.seconds
 @pytest.mark.data
-def test_new_people_are_added_to_a_published_reservoir(data_folder):
+def test_new_people_are_added_to_a_published_reservoir(fit, data_folder):
     later = zoo.continue_from("esn.wesad_wrist.incfed")
     task, stream = later.module, later.stream
     known, n = copy.deepcopy(task.readout), int(task.readout.n)
     x, y = stream.take(stream.plan.test)
     more = FederatedStream.from_arrays(x.numpy(), y.numpy(), np.arange(len(y)) % 2, scenario=ClassIncremental(1))
-    L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu").fit(
-        task, datamodule=more
-    )
+    fit(task, more)
     assert int(task.readout.n) > n
     added = copy.deepcopy(task.readout)
     added.remove(known)

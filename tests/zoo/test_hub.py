@@ -149,10 +149,9 @@ def test_what_the_hub_does_not_have_is_told(hub):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, fit_small):
+def run(tmp_path_factory, fit_small, small_recipe):
     """A small run."""
-    small = {"trainer": {"max_epochs": 1, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}}}
-    return str(fit_small(tmp_path_factory.mktemp("run"), small))
+    return str(fit_small(tmp_path_factory.mktemp("run"), small_recipe(rounds=1, clients=3)))
 
 
 def push(run, name, to="hf:our/models"):

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from lightning_fcl import zoo
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, SUMS, WEIGHTS, read_folder, write_list
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, SUMS, WEIGHTS, write_list
 from lightning_fcl.zoo.registry import REGISTRY, register
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -189,10 +189,3 @@ def test_it_needs_neither_lightning_nor_avalanche(small_zoo):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_an_entry_tells_all_of_itself(folder):
-    entry = read_folder(folder)
-    assert entry.recipe["configs"] == ["quickstart.yaml"] and len(entry.recipe["sha256"]) == 64
-    assert entry.licence["data"].startswith("CC BY 4.0") and entry.full_name == f"{NAME}@1"
-    assert entry.metrics["test_accuracy"] == pytest.approx(entry.metrics["final_accuracy/server"], abs=1e-3)

@@ -18,19 +18,11 @@ from lightning_fcl.zoo.verifying import packaged_recipe
 LICENCE = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
 
 
-SMALL = {
-    "trainer": {"max_epochs": 2, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
-    "data": {
-        "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
-        "partition": {"class_path": "IID", "init_args": {"clients": 3}},
-    },
-}
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, fit_small):
+def run(tmp_path_factory, fit_small, small_recipe):
     """Makes the folder of a small run on the digits, with changes to its recipe."""
-    return lambda **change: fit_small(tmp_path_factory.mktemp("run"), SMALL, change)
+    small = small_recipe(rounds=2, clients=3)
+    return lambda **change: fit_small(tmp_path_factory.mktemp("run"), small, change)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +83,7 @@ def test_heads_that_stay_with_clients_are_not_published(private, target, tensors
     with pytest.raises(ValueError, match=r"names classes but mlp\.body gives features"):
         model.predict(np.zeros((1, 8, 8)))
     assert model.embed(np.zeros((1, 8, 8))).shape == (1, 64)
-    published = [row for value in load_file(folder / WEIGHTS).values() for row in value.float().reshape(-1)[None]]
-    published = torch.cat([row.flatten() for row in published])
+    published = torch.cat([value.float().flatten() for value in load_file(folder / WEIGHTS).values()])
     checkpoint = next((private / "checkpoints").glob("*.ckpt"))
     kept = torch.load(checkpoint, weights_only=True)["callbacks"]
     heads = [value for value in tensors_of(kept) if value.shape in {(10, 64), (10,)}]
