@@ -195,8 +195,3 @@ def test_a_fit_of_a_data_set_a_client_is_one_of_their_owners(fit):
     fit(pooled, FederatedStream.from_arrays(x, y, owner, scenario=Stationary(2), **options))
     assert own.layer.weight.abs().sum() > 0
     torch.testing.assert_close(dict(own.state_dict()), dict(pooled.state_dict()))
-
-
-def test_rounds_are_counted_from_one():
-    with pytest.raises(ValueError, match=r"^Expected `rounds` to be between 1 and 1000000 but got 0\."):
-        Stationary(rounds=0)

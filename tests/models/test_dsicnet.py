@@ -40,13 +40,18 @@ def test_the_folded_head_is_24_kilobytes_and_computes_the_same():
     net = DSICNet().train()
     for _ in range(3):
         net(torch.randn(8, 1, 64, 48))  # running statistics other than 0 and 1
-    net.eval()
+    net.eval().backbone.requires_grad_(False)
     x = torch.randn(2, 1, 64, 48)
     before = net(x)
     fold_batchnorm(net)
     assert size(net.head) == (64 * 80 + 80) + (80 * 10 + 10) == 6_010
     assert sum(p.nbytes for p in net.head.parameters()) == 24_040
     assert f"{size(net.head):,}" in DSICNet.__doc__
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in net.modules())
+    assert {name for name, p in net.named_parameters() if p.requires_grad} == {
+        f"head.{name}" for name, _ in net.head.named_parameters()
+    }
+    assert list(net.head.pointwise._modules) == ["convolution", "norm", "relu"]
     torch.testing.assert_close(net(x), before, rtol=0, atol=1e-5)
 
 

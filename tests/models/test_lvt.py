@@ -104,11 +104,6 @@ def test_other_sizes_and_one_image():
             "Expected `image_size` to be a multiple of 4 and at least 8 for LVT but got 30. Resize the images, to 32 "
             "for example.",
         ),
-        (
-            {"image_size": 4},
-            "Expected `image_size` to be a multiple of 4 and at least 8 for LVT but got 4. Resize the images, to 8 for "
-            "example.",
-        ),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -181,7 +181,6 @@ def test_damaged_files_are_named(tmp_path, damage):
 OPTIONS = {
     "chunk": ({"chunk": 0}, "Expected `chunk` to be at least 1 but got 0."),
     "devices": ({"devices": ["s4"]}, "Expected `devices` to be different names among nexus4, s3,"),
-    "devices twice": ({"devices": ["s3", "s3"]}, "Expected `devices` to be different names among"),
     "chunk long": ({"chunk": 502}, "Expected `chunk` to be at most 501, the time steps of the longest stretch"),
     "none there": ({"devices": ["s3"]}, "check that the files hold s3."),
 }
