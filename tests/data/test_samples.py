@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 from lightning_fcl import FederatedStrategy, FederatedStream
 from lightning_fcl.data.batches import Loading, Request, joined, read
 from lightning_fcl.data.partition import IID
-from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Stationary
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
 from lightning_fcl.data.split import Split
 
 
@@ -138,11 +138,6 @@ def test_whole_numbers_are_targets_if_one_says_so():
     x, counts = np.zeros((8, 2), np.float32), np.arange(8)
     assert FederatedStream.from_arrays(x, counts).data.classes == tuple(map(str, range(8)))
     assert FederatedStream.from_arrays(x, counts, classes=()).data.classes == ()
-    for ages in ([20.0, 35.0], [0.5, 2.0]):
-        stream = FederatedStream.from_arrays(x[:2], ages, scenario=Stationary(), partition=IID(1), split=Split(0.0))
-        stream.setup("fit")
-        samples = stream.samples
-        assert samples.targets.tolist() == ages and samples.targets.dtype == np.float32 and samples.classes == ()
     assert FederatedStream.from_arrays(x[:2], [1.0, 0.0], classes=["a", "b"]).data.targets.tolist() == [1, 0]
 
 

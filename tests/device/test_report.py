@@ -491,7 +491,6 @@ def test_a_profile_that_is_none_is_refused(tmp_path, text):
         (["--profile", "no/such.yaml"], "Expected a YAML file at no/such.yaml but there is none"),
         (["--link", "uwb"], "Expected `link` to be one of uwb-loco, or a YAML file of your own, but got uwb."),
         (["--nodes", "0"], "Expected `nodes` to be at least 1 but got 0."),
-        (["--samples", "0"], "Expected `samples` to be at least 1 but got 0."),
         (["--input", "1,64,x"], "Expected `--input` to be sizes with commas between them, as in 1,64,48, but got"),
         (["--input", "1,0,48"], "Expected `--input` to be sizes with commas"),
         (["--input", "1,32,32"], "Expected a model that takes samples of shape (1, 32, 32) but it failed: Expected im"),

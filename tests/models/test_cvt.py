@@ -11,10 +11,6 @@ from lightning_fcl.models import CvTBody
 from lightning_fcl.models.hierarchical import ConvolutionalBlock, ConvolutionalProjection
 
 
-def size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def shaken(module: nn.Module) -> nn.Module:
     """With weights that have no special value, nor running statistics."""
     for value in (*module.parameters(), *module.buffers()):
@@ -39,12 +35,12 @@ def body(depths):
 
 
 @pytest.mark.parametrize("depths", [(1, 2, 10), (1, 4, 16)])
-def test_parameters_by_hand(depths):
+def test_parameters_by_hand(depths, parameters_of):
     with torch.device("meta"):
         model = CvTBody(224, depths=depths)
-    assert size(model) == body(depths)
+    assert parameters_of(model) == body(depths)
     if depths == (1, 2, 10):
-        assert f"{size(model) + 384 * 1000 + 1000:,}" in CvTBody.__doc__
+        assert f"{parameters_of(model) + 384 * 1000 + 1000:,}" in CvTBody.__doc__
 
 
 @pytest.mark.parametrize("stride", [1, 2])

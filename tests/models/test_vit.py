@@ -37,10 +37,6 @@ def tiny(name, image_size=32, num_classes=5, **options):
     return fcl_vit(name, image_size, num_classes, **{**TINY[name], **options})
 
 
-def size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def shaken(model):
     """With weights that have no special value: some begin at 0, and would stop the gradient."""
     with torch.no_grad():
@@ -55,13 +51,13 @@ PERCEPTRON = (192 * 768 + 768) + (768 * 192 + 192)
 BLOCK = ATTENTION + PERCEPTRON + 2 * 2 * 192
 
 
-def test_parameters_of_the_papers_vit():
+def test_parameters_of_the_papers_vit(parameters_of):
     model = ViT(num_classes=7)
-    assert size(model.body) == (3 * 16 * 192 + 192) + 192 + 65 * 192 + 6 * BLOCK + 2 * 192 == 2_691_648
-    assert 4 * size(model.body) == 10_766_592
-    assert size(model.head) == 192 * 7 + 7 and isinstance(model.head, nn.Linear)
-    assert all(f"{number:,}" in ViT.__doc__ for number in (BLOCK, size(model.body)))
-    assert size(ViT(num_classes=7, heads=3)) == size(model)
+    assert parameters_of(model.body) == (3 * 16 * 192 + 192) + 192 + 65 * 192 + 6 * BLOCK + 2 * 192 == 2_691_648
+    assert 4 * parameters_of(model.body) == 10_766_592
+    assert parameters_of(model.head) == 192 * 7 + 7 and isinstance(model.head, nn.Linear)
+    assert all(f"{number:,}" in ViT.__doc__ for number in (BLOCK, parameters_of(model.body)))
+    assert parameters_of(ViT(num_classes=7, heads=3)) == parameters_of(model)
     assert len(model.body.blocks) == 6 and model.body.blocks[0].attn.num_heads == 12
 
 
@@ -75,19 +71,13 @@ def test_vit_by_name_is_the_papers():
     assert all(torch.equal(value, state[name]) for name, value in left.state_dict().items())
 
 
-def test_patches_are_a_linear_layer_on_pixels():
-    model = ViT(width=12, heads=2, depth=1)
-    x = torch.randn(2, 3, 32, 32)
-    pixels = F.unfold(x, 4, stride=4).transpose(1, 2)  # channel by channel, row by row
-    layer = model.body.patch_embed.proj
-    torch.testing.assert_close(model.body.patch_embed(x), pixels @ layer.weight.flatten(1).T + layer.bias)
-
-
 def test_vit_written_out():
     model = shaken(ViT(width=12, heads=2, depth=1)).double().eval()
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     body, block = model.body, model.body.blocks[0]
-    tokens = torch.cat([body.cls_token.expand(3, 1, 12), body.patch_embed(x)], dim=1) + body.pos_embed
+    pixels, layer = F.unfold(x, 4, stride=4).transpose(1, 2), body.patch_embed.proj  # channel by channel, row by row
+    patches = pixels @ layer.weight.flatten(1).T + layer.bias
+    tokens = torch.cat([body.cls_token.expand(3, 1, 12), patches], dim=1) + body.pos_embed
     parts = block.attn.qkv(F.layer_norm(tokens, (12,), block.norm1.weight, block.norm1.bias, 1e-6)).split(12, dim=2)
     heads = []
     for head in (slice(0, 6), slice(6, 12)):
@@ -132,17 +122,17 @@ def test_every_variant_has_a_published_size():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_at_224_are_the_published(name):
+def test_parameters_at_224_are_the_published(name, parameters_of):
     with torch.device("meta"):
         model = fcl_vit(name, image_size=224, num_classes=1000)
-    assert size(model) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.012)
+    assert parameters_of(model) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.012)
 
 
 @each
-def test_the_documented_sizes(name):
+def test_the_documented_sizes(name, parameters_of):
     columns = " ".join(fcl_vit.__doc__.split())
     with torch.device("meta"):
-        small, large = (size(fcl_vit(name, image_size).body) for image_size in (32, 224))
+        small, large = (parameters_of(fcl_vit(name, image_size).body) for image_size in (32, 224))
     assert f"{name} {small:,} {large:,}" in columns
 
 
@@ -358,9 +348,9 @@ def test_a_recipe_names_it():
 
 
 @pytest.mark.parametrize("name", ["deit-tiny", "DeiT_Tiny", "deit"])
-def test_spellings(name):
+def test_spellings(name, parameters_of):
     with torch.device("meta"):
-        assert size(fcl_vit(name, 224, 1000)) == 5_717_416
+        assert parameters_of(fcl_vit(name, 224, 1000)) == 5_717_416
 
 
 WRONG = {

@@ -119,6 +119,14 @@ def test_half_an_unpacked_archive(tmp_path, put):
         photographs.load_core50(tmp_path)
 
 
+def test_folders_without_frames(tmp_path):
+    folder = tmp_path / "core50_128x128"
+    (folder / "s1" / "o1").mkdir(parents=True)
+    message = f"Expected {folder / 's1' / 'o1'} to hold frames such as `C_01_01_000.png` but got none: the archive"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        photographs.load_core50(tmp_path)
+
+
 def test_place_and_digest_are_those_of_its_authors():
     published = pytest.importorskip("avalanche.benchmarks.datasets.core50.core50_data").data[0]
     name, url, digest = published

@@ -237,8 +237,3 @@ def test_wrong_windows_are_named(tmp_path, case):
     put_windows(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
         hhar.load_hhar(tmp_path, **options)
-
-
-@pytest.mark.data
-def test_the_real_windows_are_cut(real):
-    assert len(hhar.load_hhar(real("hhar", "phone windows"), chunk=32).y) == 4 * 4436

@@ -4,14 +4,11 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
-from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl import FederatedStream
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import FedViTScenario, Pool
 from lightning_fcl.data.split import Split
-from lightning_fcl.evaluation.metrics import summarize
 
 
 def exactly(message):
@@ -237,18 +234,3 @@ def test_other_streams_have_no_blocks():
     stream = FederatedStream("digits", seed=0)
     stream.setup("fit")
     assert stream.client_round("0", 0).task_classes == () and stream.plan.classes_of_task("0", 3) == ()
-
-
-def test_a_federation_learns_it(fit):
-    metrics = ContinualMetrics()
-    options = {"tasks": 2, "clients": 3, "share": [0.2, 0.3], "rounds_per_task": 2}
-    stream = FederatedStream("digits", FedViTScenario(**options), seed=0)
-    task = Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), 10)
-    fit(task, stream, [metrics])
-    summary, y = summarize(metrics.record), stream.y[stream.plan.test]
-    assert len(metrics.record["rounds"]) == 4
-    for client, tasks in stream.plan.tasks.items():
-        # After the last task: the mean over the tasks of the accuracy on the test samples of the client's own classes.
-        correct = np.array(metrics.record["rounds"][-1]["correct"][client])
-        wanted = np.mean([correct[list(own)].sum() / np.isin(y, own).sum() for own in tasks])
-        assert summary[f"average_accuracy/{client}"] == pytest.approx(wanted)

@@ -248,10 +248,6 @@ def test_every_client_may_be_given_an_order():
     ("scenario", "message"),
     [
         (
-            ClassIncremental([4, 3]),
-            "Expected `experiences` to divide, or to add up to, the number of classes, 8, but got [4, 3].",
-        ),
-        (
             ClassIncremental([8, 0]),
             "Expected `experiences` to divide, or to add up to, the number of classes, 8, but got [8, 0].",
         ),
