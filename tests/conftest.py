@@ -456,6 +456,12 @@ def by_hand():
 
 
 @pytest.fixture
+def parameters_of():
+    """How many parameters a module has."""
+    return lambda module: sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.fixture
 def assert_same():
     """Two modules have the same state."""
 

@@ -32,7 +32,7 @@ class Decomposed(Described):
 
     In training mode the output is that of the present task. In evaluation mode a class's logit is that of the client's
     task that has the class, of the present task for other classes: one pass for each task, or one for each sample where
-    the labels tell its task, see `labelled`. Without any task the network is what it was.
+    the labels tell its task, see `outputs_by_task`. Without any task the network is what it was.
 
     Args:
         net: Any network, a `SplitViT` for example.

@@ -169,6 +169,7 @@ class OwnLoader(DataLoader):
         (DataLoader(WHOLE, batch_size=None), "batches by `batch_size` but got a TensorDataset"),
         (DataLoader(Stream()), "a map-style data set, .* but got a Stream. Read its items into a list"),
         (OwnLoader(WHOLE), "one `DataLoader` but got a OwnLoader"),
+        ({"a": DataLoader(WHOLE)}, "one `DataLoader` but got a dict"),
         (None, "one `DataLoader` but got a NoneType"),
     ],
 )  # fmt: skip
@@ -275,6 +276,13 @@ def test_samples_that_parts_share_are_refused_by_name():
     stream = stream_of(Loaders(DataLoader(Subset(WHOLE, range(9))), test, test))  # as many have it
     stream.setup("fit")
     assert rows(stream.val_dataloader()) == rows(stream.test_dataloader()) == [18, 19, 45]
+
+
+def test_a_test_label_that_nobody_learns_is_refused():
+    module = Loaders(DataLoader(WHOLE), DataLoader(TensorDataset(X[:8], 3 * Y[:8])))
+    message = "Expected validation and test samples of the classes that are trained on but got label 6, 9, which no"
+    with pytest.raises(ValueError, match=f"^{message} training sample has"):
+        stream_of(module).setup("fit")
 
 
 # Hooks of batches.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_fcl import FederatedStrategy, FederatedStream, RidgeClassifier
+from lightning_fcl import FederatedStream, RidgeClassifier
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.features import embedded
 from lightning_fcl.data.own import samples_of
@@ -220,16 +220,13 @@ def test_a_data_module_that_changes_batches_is_refused(images):
 
 
 @pytest.mark.parametrize("clients", [1, 5])
-def test_ridge_regression_on_features_is_that_of_a_network_on_images(clients):
+def test_ridge_regression_on_features_is_that_of_a_network_on_images(clients, fit):
     """Whether a backbone's features were made beforehand, or are made of each batch."""
     solved = []
     for features in (None, Counted()):
         torch.manual_seed(0)
         stream = FederatedStream("digits", ClassIncremental(2), IID(clients), seed=0, features=features)
-        task = RidgeClassifier(Counted(), 10, beta=0.1)
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-        trainer = L.Trainer(strategy=FederatedStrategy(), enable_model_summary=False, **quiet)
-        trainer.fit(task, datamodule=stream)
+        fit(task := RidgeClassifier(Counted(), 10, beta=0.1), stream)
         solved.append(task.readout)
     assert solved[0].n == solved[1].n
     torch.testing.assert_close(solved[0].B, solved[1].B, rtol=1e-4, atol=1e-4)

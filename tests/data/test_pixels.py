@@ -112,17 +112,6 @@ def test_they_are_resumed(fit, tmp_path):
     assert any(value.dtype == torch.uint8 for value in packed.values())
 
 
-def test_loaders_normalise_batch_by_batch():
-    stream, floats = make(True), make(False)
-    for one in (stream, floats):
-        one.setup("fit")
-    for loader in ("val_dataloader", "test_dataloader"):
-        batches = [list(getattr(one, loader)()) for one in (stream, floats)]
-        for left, right in zip(*batches, strict=True):
-            torch.testing.assert_close(left[0], right[0], rtol=0, atol=1e-6)
-            assert torch.equal(left[1], right[1]) and left[0].dtype == torch.float32
-
-
 def test_what_is_no_image_is_kept_as_it_is():
     pixels = Pixels(torch.full((3, 1, 1), 100.0), torch.full((3, 1, 1), 50.0), (3, 4, 4))
     store = ClientStore()

@@ -1,4 +1,3 @@
-import copy
 import math
 import sys
 from collections import Counter
@@ -13,7 +12,7 @@ from torch import nn
 from lightning_fcl.device.export import export_executorch, export_int8_onnx, export_onnx
 from lightning_fcl.models import DSICNet, EchoStateNetwork, FeatureReadout, ReservoirReadout, RidgeReadout
 from lightning_fcl.models.backbone import FrozenBackbone
-from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
+from lightning_fcl.models.quantization import quantize_backbone
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +98,8 @@ def test_the_head_stays_in_floating_point(files):
     assert {(80, 64, 1, 1), (10, 80)} <= {value.shape for value in stored if value.dtype == "float32"}
 
 
-def test_the_module_stays_as_it_is(files, model, images):
-    before = copy.deepcopy(model.state_dict())
-    assert "backbone.zero_point" not in before
-    fold_batchnorm(folded := copy.deepcopy(model))
-    assert torch.allclose(folded(images), model(images), atol=1e-5)
+def test_the_module_stays_as_it_is(files, model):
+    assert "backbone.zero_point" not in model.state_dict()
 
 
 class Wrong(nn.Module):

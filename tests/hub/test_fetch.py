@@ -15,7 +15,7 @@ ARCHIVES = ["x.zip", "x.tgz", "x.tar.gz"]
 
 def source(archive: str, **changes) -> Source:
     words = dict.fromkeys(("title", "content", "licence", "citation", "url", "size", "holds"), "x")
-    layouts = (Layout("folder", ("x/original", "original"), signs=("train.csv",)),)
+    layouts = (Layout("folder", ("x/original", "original"), signs=("train.csv",)), Layout("npz file", ("x.npz",)))
     return Source(
         **{"name": "x", "layouts": layouts, "archive": f"x/{archive}", "folder": "original"} | words | changes
     )
@@ -24,7 +24,10 @@ def source(archive: str, **changes) -> Source:
 @pytest.mark.parametrize("kind", ["", "md5:"])
 @pytest.mark.parametrize("archive", ARCHIVES)
 def test_an_archive_is_downloaded_once_and_unpacked(tmp_path, serve, archive, kind):
+    """Also where there is an npz file, which does not stand for the original."""
     served, _, asked = serve(source(archive, digest=kind), archive, FILES | {"README": b""})
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x.npz").touch()
     folder = served.fetch(tmp_path / "data")
     assert folder == tmp_path / "data" / "x" / "original"
     assert {f"original/{p.relative_to(folder).as_posix()}": p.read_bytes() for p in folder.rglob("*.*")} == FILES

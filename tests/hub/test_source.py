@@ -1,7 +1,6 @@
 """Files are found by their layout, and fetched only where somebody publishes their digest."""
 
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -100,23 +99,6 @@ def test_what_is_missing_is_told_with_what_to_do(tmp_path):
 def test_the_remedy_names_the_command_only_where_it_downloads():
     assert SOURCE.remedy == "Delete this copy and unpack the publishers' archive again."
     assert replace(SOURCE, digest="0" * 64).remedy == "Delete this copy and run `lightning-fcl data fetch x`."
-
-
-def test_the_original_folder_is_not_downloaded_again_but_our_npz_file_does_not_stand_for_it(tmp_path, monkeypatch):
-    asked = []
-
-    def download(url, path, digest, then):
-        asked.append((url, path, digest))
-        path.parent.mkdir()
-        put_folder(tmp_path / "packed" / "original")
-        return Path(shutil.make_archive(path.with_suffix(""), "zip", tmp_path / "packed"))
-
-    monkeypatch.setattr("lightning_fcl.hub.source.download", download)
-    source = replace(SOURCE, digest="0" * 64, archive="x/x.zip", folder="original")
-    put(tmp_path / "x.npz")
-    for _ in range(2):
-        assert source.fetch(tmp_path) == tmp_path / "x" / "original"
-        assert asked == [(source.url, tmp_path / "x" / "x.zip", source.digest)]
 
 
 def test_the_hub_needs_the_standard_library_alone():

@@ -10,10 +10,6 @@ from lightning_fcl.models import DSICNet
 from lightning_fcl.models.quantization import fold_batchnorm
 
 
-def size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def depthwise(channels):
     return channels * 3 * 3 + 2 * channels
 
@@ -28,35 +24,40 @@ PAIRS = [(16, 32), (32, 64), (64, 64), (64, 64), (64, 64), (64, 64)]
 BACKBONE = STEM + sum(depthwise(i) + pointwise(i, o) for i, o in PAIRS) + depthwise(64)
 
 
-def test_parameters():
+def test_parameters(parameters_of):
     net = DSICNet()
-    assert size(net.backbone) == BACKBONE == 23_872
-    assert size(net.head) == pointwise(64, 80) + 80 * 10 + 10
-    assert size(net) == 29_962
-    assert f"{size(net):,}" in DSICNet.__doc__
+    assert parameters_of(net.backbone) == BACKBONE == 23_872
+    assert parameters_of(net.head) == pointwise(64, 80) + 80 * 10 + 10
+    assert parameters_of(net) == 29_962
+    assert f"{parameters_of(net):,}" in DSICNet.__doc__
 
 
-def test_the_folded_head_is_24_kilobytes_and_computes_the_same():
+def test_the_folded_head_is_24_kilobytes_and_computes_the_same(parameters_of):
     net = DSICNet().train()
     for _ in range(3):
         net(torch.randn(8, 1, 64, 48))  # running statistics other than 0 and 1
-    net.eval()
+    net.eval().backbone.requires_grad_(False)
     x = torch.randn(2, 1, 64, 48)
     before = net(x)
     fold_batchnorm(net)
-    assert size(net.head) == (64 * 80 + 80) + (80 * 10 + 10) == 6_010
+    assert parameters_of(net.head) == (64 * 80 + 80) + (80 * 10 + 10) == 6_010
     assert sum(p.nbytes for p in net.head.parameters()) == 24_040
-    assert f"{size(net.head):,}" in DSICNet.__doc__
+    assert f"{parameters_of(net.head):,}" in DSICNet.__doc__
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in net.modules())
+    assert {name for name, p in net.named_parameters() if p.requires_grad} == {
+        f"head.{name}" for name, _ in net.head.named_parameters()
+    }
+    assert list(net.head.pointwise._modules) == ["convolution", "norm", "relu"]
     torch.testing.assert_close(net(x), before, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("image_size", "maps"), [((64, 48), (4, 3)), ((16, 16), (1, 1)), ((33, 47), (3, 3))])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_shapes(image_size, maps, channels):
+def test_shapes(image_size, maps, channels, parameters_of):
     net = DSICNet(num_classes=7, image_size=image_size, channels=channels).eval()
     x = torch.randn(5, channels, *image_size)
     assert net(x).shape == (5, 7) and net.latent(x).shape == (5, 64, *maps) and net.embed(x).shape == (5, 80)
-    assert size(net) == BACKBONE + (channels - 1) * 16 * 9 + pointwise(64, 80) + 80 * 7 + 7
+    assert parameters_of(net) == BACKBONE + (channels - 1) * 16 * 9 + pointwise(64, 80) + 80 * 7 + 7
     assert net.features == 80 and net.latent_channels == 64
 
 

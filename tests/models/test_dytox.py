@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
-from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.scenarios import FedViTScenario
@@ -30,11 +29,7 @@ def shaken(model):
     return model
 
 
-def size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def test_parameters_of_the_papers_shape():
+def test_parameters_of_the_papers_shape(parameters_of):
     model = DyTox()
     block = (192 * 576 + 576) + (192 * 192 + 192) + (192 * 768 + 768) + (768 * 192 + 192) + 4 * 192
     parts = {
@@ -44,7 +39,7 @@ def test_parameters_of_the_papers_shape():
         model.divergence[0]: 2 * 192 + 192 * 11 + 11,
     }
     for part, number in parts.items():
-        assert size(part) == number and f"{number:,}" in DyTox.__doc__
+        assert parameters_of(part) == number and f"{number:,}" in DyTox.__doc__
     assert [token.shape for token in model.tokens] == [(192,)] * 10
     assert {name.split(".")[0] for name in model.state_dict()} == {
         *("body", "decoder", "tokens", "heads", "divergence", "position", "learnt")

@@ -68,11 +68,6 @@ def test_states_do_not_depend_on_the_size_of_blocks(make_reservoir, monkeypatch,
     torch.testing.assert_close(reservoir.plasticity(x, 0.1, 0.3), directions, rtol=1e-12, atol=1e-12)
 
 
-def test_more_steps_than_a_block_holds(make_reservoir, by_numpy):
-    reservoir, x = make_reservoir(washout=70), inputs(2, 2 * esn.BLOCK + 5)
-    np.testing.assert_allclose(reservoir(x).numpy(), by_numpy.run(reservoir, x)[2][:, 70:], rtol=0, atol=1e-12)
-
-
 def test_yielded_blocks_are_not_written_over(make_reservoir, monkeypatch):
     monkeypatch.setattr(esn, "BLOCK", 2)
     reservoir, x, copies = make_reservoir(), inputs(), []

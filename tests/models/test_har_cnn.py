@@ -10,11 +10,6 @@ from torch import nn
 
 from lightning_fcl.models.small import HARCNN
 
-
-def size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 # By hand: filters * channels * width + filters, units * inputs + units, and the classifier; lengths in the comments.
 TABLE_1 = {
     # 128 -> 119
@@ -32,17 +27,17 @@ TABLE_1 = {
 
 
 @pytest.mark.parametrize("notation", TABLE_1)
-def test_parameters_of_table_1(notation):
+def test_parameters_of_table_1(notation, parameters_of):
     model = HARCNN(notation)
-    assert size(model) == TABLE_1[notation]
-    assert f"{size(model):,}" in HARCNN.__doc__
+    assert parameters_of(model) == TABLE_1[notation]
+    assert f"{parameters_of(model):,}" in HARCNN.__doc__
     assert model(torch.randn(3, 6, 128)).shape == (3, 6)
 
 
-def test_sizes_of_table_1_that_match():
-    assert size(HARCNN()) * 12 / 1e6 == pytest.approx(67.8, abs=0.05)
-    assert size(HARCNN("196-16C_4M_1024D_512D")) * 12 / 1e6 == pytest.approx(74.1, rel=0.002)
-    assert size(HARCNN("32-10C_4M_256D_128D")) * 12 / 1e6 == pytest.approx(3.3, abs=0.05)
+def test_sizes_of_table_1_that_match(parameters_of):
+    assert parameters_of(HARCNN()) * 12 / 1e6 == pytest.approx(67.8, abs=0.05)
+    assert parameters_of(HARCNN("196-16C_4M_1024D_512D")) * 12 / 1e6 == pytest.approx(74.1, rel=0.002)
+    assert parameters_of(HARCNN("32-10C_4M_256D_128D")) * 12 / 1e6 == pytest.approx(3.3, abs=0.05)
 
 
 def test_forward_equals_the_layers_written_out():
@@ -63,9 +58,9 @@ def test_one_window_without_the_batch():
     torch.testing.assert_close(model(x[1]), model(x)[1])
 
 
-def test_a_network_without_hidden_dense_layers():
+def test_a_network_without_hidden_dense_layers(parameters_of):
     model = HARCNN("4-3C_2M", length=12)
-    assert size(model) == (4 * 6 * 3 + 4) + (6 * 4 * 5 + 6)
+    assert parameters_of(model) == (4 * 6 * 3 + 4) + (6 * 4 * 5 + 6)
 
 
 @pytest.mark.parametrize(("notation", "wanted"), [("4-3C_2M_8D", 1), ("4-3C_8D_8D_8D", 3), ("4-3C_2M", 0)])
@@ -75,14 +70,6 @@ def test_dropout_follows_each_dense_layer_and_nothing_else(notation, wanted):
     assert len(places) == wanted
     assert all(isinstance(layers[place - 1], nn.ReLU) and isinstance(layers[place - 2], nn.Linear) for place in places)
     assert all(layers[place].p == 0.3 for place in places)
-
-
-def test_dropout_acts_in_training_only():
-    model = HARCNN("4-3C_64D", dropout=0.5)
-    x = torch.randn(1, 6, 128)
-    assert not torch.equal(model(x), model(x))
-    model.eval()
-    assert torch.equal(model(x), model(x))
 
 
 def test_keras_init_is_glorot_uniform_with_zero_biases():
@@ -101,10 +88,8 @@ TOKENS = "Expected `notation` to hold tokens such as 196-16C, 4M or 1024D but go
 WRONG = {
     "": f"{TOKENS}'' at position 1 of ''.",
     "196-16C__1024D": f"{TOKENS}'' at position 2 of '196-16C__1024D'.",
-    "196-16C_4M_1024X": f"{TOKENS}'1024X' at position 3 of ",
     "196C_4M": f"{TOKENS}'196C' at position 1 of ",
     "196-16C_0M": f"{TOKENS}'0M' at position 2 of ",
-    "196-16c": f"{TOKENS}'196-16c' at position 1 of ",
     "196-16C 4M": f"{TOKENS}'196-16C 4M' at position 1 of ",
     "1024D_4M": "Expected `notation` to have no convolution or pooling after a dense layer but got '4M' at position 2",
     "4-3C_8D_4-3C": "after a dense layer but got '4-3C' at position 3 of '4-3C_8D_4-3C'. Move the dense layers",
@@ -142,9 +127,3 @@ def test_wrong_windows(shape):
     message = f"Expected `x` to have shape (batch, 6, 128) but got {shape}. Transpose the windows"
     with pytest.raises(ValueError, match=re.escape(message)):
         HARCNN("4-3C")(torch.zeros(shape))
-
-
-def test_gradients_reach_every_parameter():
-    model = HARCNN("64-9C_4M_32-9C_2M_16-9C_128D")
-    model(torch.randn(8, 6, 128)).square().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())

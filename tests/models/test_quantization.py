@@ -72,23 +72,6 @@ def float_backbone(model):
 # --- folding ---
 
 
-@pytest.mark.seconds
-def test_folding_keeps_the_outputs_and_the_head_trainable(pair):
-    model = pair[0]
-    folded = copy.deepcopy(model)
-    fold_batchnorm(folded)
-    assert torch.allclose(model(digits()), folded(digits()), atol=1e-5)
-    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in folded.modules())
-    trainable = {name: p.numel() for name, p in folded.named_parameters() if p.requires_grad}
-    assert trainable == {
-        "head.pointwise.convolution.weight": 5120,
-        "head.pointwise.convolution.bias": 80,
-        "head.classifier.weight": 800,
-        "head.classifier.bias": 10,
-    }
-    assert list(folded.head.pointwise._modules) == ["convolution", "norm", "relu"]
-
-
 def test_folding_is_the_formula_and_leaves_other_norms_alone():
     convolution, norm = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)
     for value in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
@@ -160,25 +143,6 @@ def test_int8_is_near_float_on_digits(pair):
     assert 0.001 < relative(model.backbone(unseen), int8.backbone(unseen)) < 0.12
     assert 0.001 < relative(model(unseen), int8(unseen)) < 0.06
     assert float((model(unseen).argmax(1) == int8(unseen).argmax(1)).float().mean()) > 0.97
-
-
-@pytest.mark.seconds
-@pytest.mark.data
-def test_int8_is_near_float_on_faces(data_folder):
-    with np.load(f"{data_folder}/lfw/min35_gray_64x48.npz") as file:
-        images = standard(torch.from_numpy(file["X"][:320]).float()[:, None])
-    model = DSICNet()
-    for layer in model.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.momentum = None  # the statistics of the images themselves
-            nn.init.ones_(layer.bias)
-    with torch.no_grad():
-        model.train()(images[:128])
-        model.eval()
-        int8 = copy.deepcopy(model)
-        quantize_backbone(int8, images[:128])
-        assert relative(model.backbone(images[128:]), int8.backbone(images[128:])) < 0.08
-        assert relative(model(images[128:]), int8(images[128:])) < 0.04
 
 
 def test_a_channel_of_zeros_keeps_its_bias():

@@ -303,14 +303,6 @@ def test_statistics_keep_their_precision_bit_for_bit(move):
         assert torch.equal(readout.state_dict()[name], value) and readout.state_dict()[name].dtype == value.dtype
 
 
-def test_state_dict_is_whole():
-    readout, again = fitted(samples(), tag=4), RidgeReadout(8, 3)
-    readout.solve()
-    again.load_state_dict(readout.state_dict())
-    assert again.n == 200 and again.tag == 4
-    assert torch.equal(again.weight, readout.weight)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_accumulating_adds_to_what_is_there(packed):
     states, targets = samples(30)

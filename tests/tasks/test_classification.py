@@ -41,6 +41,12 @@ def make_task(lr=0.1, **kwargs):
     return Classifier(model, 6, lambda params: torch.optim.SGD(params, lr=lr), **kwargs)
 
 
+def blocks_of(stream):
+    """For each class those of its task."""
+    blocks = [[*stream.plan.classes_of_task("0", task)] for task in range(3)]
+    return {label: block for block in blocks for label in block}
+
+
 @pytest.mark.parametrize("cohort_size", [1, 2])
 def test_only_the_rows_of_the_task_learn(fit, cohort_size):
     task, stream = make_task(task_incremental=True), make_tasks(clients=2)
@@ -59,10 +65,9 @@ def test_the_loss_is_that_of_the_sliced_logits(fit):
     task, stream = make_task(task_incremental=True), make_tasks(clients=1)
     fit(task, stream, max_epochs=1)
     output, y = torch.randn(30, 6, requires_grad=True), torch.arange(30) % 6
-    blocks = {c: stream.plan.classes_of_task("0", e) for e in range(3) for c in stream.plan.classes_of_task("0", e)}
+    blocks = blocks_of(stream)
     sliced = [
-        F.cross_entropy(output[i, list(blocks[int(c)])], torch.tensor(blocks[int(c)].index(int(c))))
-        for i, c in enumerate(y)
+        F.cross_entropy(output[i, blocks[int(c)]], torch.tensor(blocks[int(c)].index(int(c)))) for i, c in enumerate(y)
     ]
     ours = task.sample_loss(output, y)
     torch.testing.assert_close(ours, torch.stack(sliced))
@@ -75,9 +80,7 @@ def test_it_is_measured_within_the_task(fit):
     task, stream, metrics = make_task(task_incremental=True), make_tasks(clients=1), ContinualMetrics()
     fit(task, stream, [metrics], max_epochs=1)
     x, y = stream.take(stream.plan.test)
-    blocks = {
-        c: list(stream.plan.classes_of_task("0", e)) for e in range(3) for c in stream.plan.classes_of_task("0", e)
-    }
+    blocks = blocks_of(stream)
     with torch.no_grad():
         logits = task(x)
     right = [blocks[int(c)][int(logits[i, blocks[int(c)]].argmax())] == int(c) for i, c in enumerate(y)]

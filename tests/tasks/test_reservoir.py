@@ -24,13 +24,12 @@ def exactly(message):
 
 
 class Watch(Callback):
-    """Notes what was sent and received, and the server's readout after each round."""
+    """Notes the server's readout after each round."""
 
     def __init__(self):
-        self.logs, self.weights = [], []
+        self.weights = []
 
     def on_round_end(self, trainer, pl_module):
-        self.logs.append(trainer.strategy.server.record)
         self.weights.append(pl_module.readout.weight.clone().numpy())
 
 
@@ -96,29 +95,12 @@ def test_the_order_of_increments_does_not_matter(fit, make_series_stream, make_r
         np.testing.assert_allclose(watch.weights[rounds - 1], expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"layers": 2, "units": 7},
-        {"washout": 4},
-        {"bias_scaling": 0.3, "leaking_rate": 1.0, "recurrent_connectivity": 3},
-    ],
-)
-@pytest.mark.parametrize("targets", ["0/1", "-1/1"])
-def test_every_reservoir_and_target(fit, make_series_stream, make_reservoir, by_numpy, options, targets):
+@pytest.mark.parametrize("options", [{"layers": 2, "units": 7, "washout": 4}, {"bias_scaling": 0.3}])
+def test_targets_may_have_a_sign(fit, make_series_stream, make_reservoir, by_numpy, options):
     stream = make_series_stream(4, 2)
-    task = ReservoirClassifier(make_reservoir(**options), 4, beta=1e-2, targets=targets)
+    task = ReservoirClassifier(make_reservoir(**options), 4, beta=1e-2, targets="-1/1")
     fit(task, stream)
     assert_weight(task, centralized(by_numpy, task, *seen(stream)))
-
-
-def test_only_participants_count(fit, make_series_stream, make_reservoir_task, by_numpy):
-    stream, task, watch = make_series_stream(6, 2), make_reservoir_task(), Watch()
-    fit(task, stream, [watch], participation=0.5, seed=1)
-    took_part = [set(log.upload_bytes) for log in watch.logs]
-    assert [len(names) for names in took_part] == [3, 3]
-    rows = [part for r, current in enumerate(stream.plan.train) for c, part in current.items() if c in took_part[r]]
-    assert_weight(task, centralized(by_numpy, task, *stream.take(np.concatenate(rows))))
 
 
 def test_the_same_data_in_two_rounds_count_twice(fit, make_series_stream, make_reservoir_task, by_numpy):
@@ -161,13 +143,6 @@ def test_averaged_readouts_are_the_mean_of_each_clients_own(
         expected = np.average(own, axis=0, weights=list(sizes.values()))
         np.testing.assert_allclose(watch.weights[round], expected, rtol=0, atol=1e-9)
     assert np.abs(expected - centralized(by_numpy, task, *seen(stream))).max() > 1e-3
-
-
-def test_weights_of_clients_in_the_average(fit, make_series_stream, make_reservoir_task, by_numpy):
-    stream, task = make_series_stream(2), make_reservoir_task(share="weights")
-    fit(task, stream, client_weights={"0": 3, "1": 1})
-    own = [centralized(by_numpy, task, *seen(stream, client=client)) for client in ("0", "1")]
-    assert_weight(task, (3 * own[0] + own[1]) / 4)
 
 
 def test_a_clients_own_statistics_of_another_reservoir_do_not_go_on(
@@ -504,17 +479,6 @@ def test_labels_out_of_range(train, make_series, make_reservoir, label, classes)
         train(ReservoirClassifier(make_reservoir(), classes), (x, y))
 
 
-def test_bad_series_in_a_federation(fit, make_series_stream, make_reservoir_task, make_reservoir):
-    stream = make_series_stream()
-    stream.samples.x[stream.plan.train[0]["1"][0], 4, 1] = float("nan")
-    with pytest.raises(ValueError, match=r"^Expected finite sequences but 1 of \d+ hold NaN or infinite values"):
-        fit(make_reservoir_task(), stream)
-    with pytest.raises(ValueError, match=r"^Expected sequences longer than the washout of 9 steps but got 9 steps\."):
-        fit(make_reservoir_task(make_reservoir(washout=9)), make_series_stream())
-    with pytest.raises(ValueError, match=r"^Expected inputs of shape \(batch, time, 5\) but got \(\d+, 9, 3\)\."):
-        fit(make_reservoir_task(EchoStateNetwork(5, 12, seed=0)), make_series_stream())
-
-
 @pytest.mark.parametrize(
     ("y", "message"),
     [
@@ -552,7 +516,6 @@ def test_wrong_targets_of_a_regression(train, make_series, make_reservoir, y, me
             {"beta": [1.0, 2.0], "share": "weights"},
             'Expected one `beta` with `share="weights"`, as each client solves for itself, but got [1.0, 2.0].',
         ),
-        ({"beta": -1.0}, "Expected `beta` to be at least 0 and finite but got -1.0."),
         ({"beta": [1.0, -2.0]}, "Expected `beta` to be at least 0 and finite but got -2.0."),
     ],
 )

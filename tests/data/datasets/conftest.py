@@ -13,12 +13,10 @@ from lightning_fcl.data.datasets.files import SOURCES
 
 @pytest.fixture
 def publish(serve, monkeypatch):
-    """Publishes files as those of a data set, on this machine; gives the archive and the paths asked for."""
+    """Publishes files as those of a data set, on this machine."""
 
     def start(data_set, name, content):
-        source, archive, asked = serve(SOURCES[data_set], name, content)
-        monkeypatch.setitem(SOURCES, data_set, source)
-        return archive, asked
+        monkeypatch.setitem(SOURCES, data_set, serve(SOURCES[data_set], name, content)[0])
 
     return start
 

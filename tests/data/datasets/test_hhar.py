@@ -181,7 +181,6 @@ def test_damaged_files_are_named(tmp_path, damage):
 OPTIONS = {
     "chunk": ({"chunk": 0}, "Expected `chunk` to be at least 1 but got 0."),
     "devices": ({"devices": ["s4"]}, "Expected `devices` to be different names among nexus4, s3,"),
-    "devices twice": ({"devices": ["s3", "s3"]}, "Expected `devices` to be different names among"),
     "chunk long": ({"chunk": 502}, "Expected `chunk` to be at most 501, the time steps of the longest stretch"),
     "none there": ({"devices": ["s3"]}, "check that the files hold s3."),
 }
@@ -238,8 +237,3 @@ def test_wrong_windows_are_named(tmp_path, case):
     put_windows(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
         hhar.load_hhar(tmp_path, **options)
-
-
-@pytest.mark.data
-def test_the_real_windows_are_cut(real):
-    assert len(hhar.load_hhar(real("hhar", "phone windows"), chunk=32).y) == 4 * 4436

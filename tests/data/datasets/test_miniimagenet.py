@@ -165,7 +165,6 @@ WRONG = {
     "a way out": ("filename,label\n../a.jpg,n01532829\n", "but got: '../a.jpg,n01532829'."),
     "no class": ("filename,label\na.jpg\n", "but got: 'a.jpg,'."),
     "a name for a class": ("filename,label\na.jpg,dog\n", "`n0153282900000005.jpg,n01532829`, but got: 'a.jpg,dog'."),
-    "nothing": ("", "to have lines but it is empty."),
 }
 
 

@@ -118,7 +118,6 @@ def test_original_images_go_before_the_npz_file(tmp_path, put):
 
 
 DAMAGES = {
-    "cut short": (pgm(PIXELS[0])[:-1], "but got: image file is truncated"),
     "another size": (
         pgm(PIXELS[0].T),
         "but got: one of 92 x 112 in Pillow's mode 'L'.",
@@ -146,13 +145,6 @@ def test_damaged_npz_is_named(damage, damaged):
     changes, message = NPZ_DAMAGES[damage]
     said = damaged("orl", "faces.npz", npz(**changes))
     assert message in said and REMEDY in said
-
-
-def test_fetch_gives_what_is_there(tmp_path, put):
-    path = put(tmp_path / "orl" / "faces.npz", npz())
-    assert SOURCES["orl"].fetch(tmp_path) == path
-    folder = put(tmp_path / "orl", FILES)
-    assert SOURCES["orl"].fetch(tmp_path) == folder
 
 
 @pytest.mark.data

@@ -81,43 +81,24 @@ def test_nothing_there_says_what_to_do(tmp_path, name):
 KIND = "Expected `{}` to be of type {} but got {!r}."
 SHAPE = "Expected `size` to be two positive whole numbers, height and width, but got {}. Pass, for example, (64, 48)."
 OPTIONS = [
+    *(("tinyimagenet", {"size": size}, KIND.format("tinyimagenet.size", "int", size)) for size in (32.0, True)),
     *(
-        ("tinyimagenet", {"size": size}, KIND.format("tinyimagenet.size", "int", size))
-        for size in (32.0, True, (32, 32), "32")
-    ),
-    *(
-        (name, {"size": size}, f"Expected `size` to be at least 1 but got {size}.")
+        (name, {"size": 0}, "Expected `size` to be at least 1 but got 0.")
         for name in ("cifar100", "core50", "fc100", "miniimagenet", "tinyimagenet")
-        for size in (0, -1)
     ),
     *(
         ("lfw", {"size": size}, SHAPE.format(repr(size)))
         for size in ((64,), (64, 48, 1), (0, 48), (64, -1), (64.0, 48), (True, 48))
     ),
-    *(("lfw", {"size": size}, "Expected `lfw.size` to be of type") for size in (None, 64, "64", [64, 48.0])),
-    *(("orl", {"size": size}, SHAPE.format(repr(size))) for size in ((64,), (64, 0), (64, 48.0), (48, False))),
-    *(("orl", {"size": size}, "Expected `orl.size` to be of type") for size in (64, "ab", [64, 48.0])),
+    *(("lfw", {"size": size}, "Expected `lfw.size` to be of type") for size in (None, [64, 48.0])),
+    ("orl", {"size": (64, 0)}, SHAPE.format("(64, 0)")),
     *(
-        (
-            name,
-            {"normalize": "user"},
-            KIND.format(f"{name}.normalize", "typing.Literal['imagenet', 'channel', 'none']", "user"),
-        )
-        for name in ("cifar100", "core50", "fc100", "miniimagenet", "tinyimagenet")
+        (name, {"normalize": "all"}, f"Expected `{name}.normalize` to be of type typing.Literal[")
+        for name in ("cifar100", "core50", "fc100", "hhar", "lfw", "miniimagenet", "orl", "tinyimagenet", "wesad")
     ),
-    *(
-        (name, {"normalize": None}, KIND.format(f"{name}.normalize", "typing.Literal['none', 'image']", None))
-        for name in ("lfw", "orl")
-    ),
-    *(
-        (name, {"normalize": "all"}, KIND.format(f"{name}.normalize", "typing.Literal['user', 'none']", "all"))
-        for name in ("hhar", "wesad")
-    ),
-    ("core50", {"by_session": 1}, KIND.format("core50.by_session", "bool", 1)),
     ("wesad", {"device": "ankle"}, KIND.format("wesad.device", "typing.Literal['wrist', 'chest']", "ankle")),
     ("hhar", {"features": "mean"}, KIND.format("hhar.features", "typing.Literal['raw', 'statistics']", "mean")),
     ("ucihar", {"standardize": "axis"}, "Expected `ucihar.standardize` to be of type"),
-    ("ucihar", {"time_first": 1}, KIND.format("ucihar.time_first", "bool", 1)),
 ]
 
 
