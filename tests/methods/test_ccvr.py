@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.callbacks import CCVR, ContinualMetrics
+from lightning_fcl.callbacks import CCVR, ContinualMetrics, Fed3R
 from lightning_fcl.methods.heads import decoupled_logits, draw_gaussian, gaussian, last_layer
 from lightning_fcl.models import MLP
 
@@ -103,18 +103,12 @@ def test_only_an_experiences_last_round_calibrates_and_classes_to_come_stay(fit,
     assert [sent[1] - sent[0], sent[3] - sent[2]] == [8 * 4 * (6 + 15)] * 2
 
 
-@pytest.mark.seconds
-def test_resumed_is_uninterrupted(assert_resumes, make_task):
-    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: CCVR(samples=20))
-
-
-def test_refused(fit, make_stream, make_task, train, samples):
-    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `CCVR`'):
-        train(make_task(), [CCVR()], samples())
+@pytest.mark.parametrize("kind", [CCVR, Fed3R])
+def test_a_last_layer_without_a_bias_is_refused(fit, make_stream, make_task, kind):
     without = MLP([6, 5, 4])
     without[-1] = torch.nn.Linear(5, 4, bias=False)
     with pytest.raises(ValueError, match=r"Expected a module whose last layer is an `nn\.Linear` with a bias"):
-        fit(make_task(model=without), make_stream(), [CCVR()])
+        fit(make_task(model=without), make_stream(), [kind()])
 
 
 def test_decoupled_logits_have_one_mean_norm_over_tasks_whatever_a_class_s_weights_are():
@@ -129,7 +123,7 @@ def test_decoupled_logits_have_one_mean_norm_over_tasks_whatever_a_class_s_weigh
 
 
 @pytest.mark.seconds
-def test_classes_are_of_the_task_in_which_they_came(fit, make_stream, make_task, assert_resumes):
+def test_classes_are_of_the_task_in_which_they_came(fit, make_stream, make_task):
     found = []
     for seed in range(3):
         task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
@@ -137,4 +131,3 @@ def test_classes_are_of_the_task_in_which_they_came(fit, make_stream, make_task,
         assert trainer.strategy.server.kept_for("CCVR")["task"].tolist() == [1, 1, 2, 2]
         found.append(accuracy(task, stream))
     assert sum(found) / 3 > 0.7, found  # chance is 0.25
-    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: CCVR(samples=20, logit_norm=0.1))

@@ -22,13 +22,6 @@ def step_of(task, x, y, **kwargs):
     )
 
 
-def test_without_weights_it_is_fine_tuning(fit, make_stream, make_task, assert_same):
-    tasks = [make_task(), make_task()]
-    fit(tasks[0], make_stream(), [DERpp(9, alpha=0, beta=0, batch_size=4)], cohort_size=1)
-    fit(tasks[1], make_stream(), cohort_size=1)
-    assert_same(*tasks, 0)
-
-
 def test_a_buffer_of_one_sample_is_a_penalty_by_hand(make_task, samples):
     task, method, (x, y) = make_task(), DERpp(1, alpha=0.3, beta=0.7, batch_size=5), samples()
     memory = {"x": x[:1], "y": y[:1], "logits": torch.randn(1, 4)}

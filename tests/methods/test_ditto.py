@@ -101,10 +101,6 @@ def test_it_goes_beside_apfl(fit, make_stream, make_task):
     torch.testing.assert_close(personal(trainer, "0"), personal(alone, "0"), rtol=0, atol=0)
 
 
-def test_what_it_cannot_work_with_is_refused(fit, make_stream, make_task, samples, train):
-    with pytest.raises(ValueError, match="for `Ditto` but got a plain one: with a single client there is no shared"):
-        train(make_task(), [Ditto()], samples())
+def test_accumulated_gradients_are_refused(fit, make_stream, make_task):
     with pytest.raises(ValueError, match="Expected `accumulate_grad_batches=1` for `Ditto`"):
         fit(make_task(), make_stream(), [Ditto()], trainer_args={"accumulate_grad_batches": 2})
-    with pytest.raises(ValueError, match="`Ditto` trains one client at a time"):
-        fit(make_task(), make_stream(), [Ditto()], cohort_size=2)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxTraining, FedRep, Method
+from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxTraining, Method
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario
@@ -379,15 +379,6 @@ def test_it_forgets_less(fit):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("home", [{}, {"model.divergence.*": "none"}])
-def test_what_travels(fit, home):
-    task = make_task()
-    trainer = fit(task, incremental(), [DyToxTraining(0.3)], max_epochs=2, seed=0, reductions=home)
-    sent = sum(value.nbytes for name, value in task.state_dict().items() if not (home and "divergence" in name))
-    assert set(trainer.strategy.server.record.upload_bytes.values()) == {sent}
-
-
-@pytest.mark.seconds
 def test_clients_without_it_train_all(fit):
     stream, watch = fedvit(), Watch()
     fit(make_task(task_incremental=True), stream, [DyToxTraining(0.3, clients=["0"]), watch], seed=0)
@@ -468,12 +459,5 @@ def test_what_it_cannot_work_with(fit, quiet):
         fit(make_task(), incremental(history="seen"), [DyToxTraining()])
     with pytest.raises(ValueError, match="Expected one `DyTox` in the module for `DyToxTraining` but got 0"):
         fit(Classifier(MLP([192, 6]), 6), incremental(), [DyToxTraining()])
-    with pytest.raises(
-        ValueError,
-        match="Expected at most one method that trains parts of the module in stages but got DyToxTraining and FedRep",
-    ):
-        fit(make_task(), incremental(), [DyToxTraining(), FedRep(head="model.heads.*")])
-    with pytest.raises(ValueError, match="`DyToxTraining` trains one client at a time"):
-        fit(make_task(), incremental(), [DyToxTraining()], cohort_size=2)
     with pytest.raises(RuntimeError, match="Expected a client of a Trainer"):
         DyToxTraining(0).end_round(Client({}, part=ClientRound("a", 0), generator=torch.Generator()), {}, None)

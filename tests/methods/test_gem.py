@@ -1,7 +1,6 @@
 """GEM and A-GEM: what is remembered, what becomes of the gradient, and the same training by hand."""
 
 import copy
-import re
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import project
 
 pytestmark = pytest.mark.rounding
-
-METHODS = {"GEM": lambda: GEM(1.0), "A-GEM": lambda: AGEM(1.0)}
 
 
 def generator(seed=0):
@@ -136,19 +133,6 @@ def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
     memory = remember_task({}, [x, y], ClientRound("a", 0), 1.0, generator())
     assert memory["y"].tolist() == [0, 1, 2, 3, 5, 6, 8] and torch.equal(memory["x"], x[memory["y"]])
     assert caplog.messages == ["2 of 9 samples have numbers that are not finite: they are not remembered."]
-
-
-def test_an_empty_memory_constrains_nothing():
-    def never(x, y):
-        raise AssertionError("no samples, no gradient of them")
-
-    gradient = torch.ones(3)
-    for method in (GEM(), AGEM()):
-        assert method.project(Client(), gradient, never) is gradient
-        assert (
-            method.project(Client(method.on_download(Client(part=ClientRound("a", 4, experience=4)))), gradient, never)
-            is gradient
-        )
 
 
 @pytest.mark.parametrize("participation", [1.0, 1])
@@ -321,31 +305,6 @@ def test_gradients_are_taken_in_the_trainer_s_precision(make_task, samples, trai
 # Where it runs.
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, assert_same, method):
-    tasks = []
-    for strategy in ("auto", None):
-        task = make_task()
-        stream = make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80)
-        fit(task, stream, [METHODS[method]()], strategy=strategy)
-        tasks.append(task)
-    assert_same(*tasks, 1e-5)
-    fine = make_task()
-    fit(fine, make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80))
-    with pytest.raises(AssertionError):
-        assert_same(fine, tasks[0], 1e-3)
-
-
-def test_a_client_that_diverges_is_refused_alone(fit, make_stream, make_task):
-    stream = make_stream()
-    stream.setup("fit")
-    stream.samples.x[torch.from_numpy(stream.plan.train[1]["1"])] = float("nan")
-    task = make_task()
-    trainer = fit(task, stream, [GEM(0.5)])
-    assert set(trainer.strategy.server.record.dropped) == {"1"}
-    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
-
-
 def test_remembers_no_rehearsed_samples(make_task, samples, train):
     first, second = samples([0, 1]), samples([2, 3], seed=1)
     for order in (lambda a, b: [a, b], lambda a, b: [b, a]):
@@ -371,9 +330,6 @@ def test_goes_with_a_penalty(make_task, samples, train, assert_same):
     assert_same(task, copied)
 
 
-def test_what_it_cannot_work_with(make_task, samples, train):
-    message = "Expected at most one method that changes the gradient but got GEM and AGEM. Remove one."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        train(make_task(), [GEM(), FedProx(0.1), AGEM()], samples())
+def test_what_are_no_pairs_is_not_remembered():
     with pytest.raises(TypeError, match=r"Expected samples `\[x, y\]` to remember but got 3 parts"):
         remember_task({}, [1, 2, 3], ClientRound("a", 0), 1, generator())

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier
-from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
+from lightning_fcl.callbacks import EWC, MAS, FedRep
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.methods import sample_gradients as module_under_test
@@ -339,13 +339,6 @@ def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_
         assert all(value.any() for value in found.values())
 
 
-def test_remembered_samples_do_not_count(make_task, samples, train):
-    task, method = make_task(), EWC(5.0, decay=0.0)
-    for part in (samples([0, 2]), samples([1, 3], seed=1)):
-        train(task, [Replay(5), method], part)
-        assert_close(section(method.memory, "importance"), by_loop(task, "EWC", *part))
-
-
 def test_double_precision(make_task, samples, train):
     for kind, method in KINDS.items():
         used, task = method(STRENGTHS[kind]), make_task()
@@ -353,8 +346,8 @@ def test_double_precision(make_task, samples, train):
         assert all(value.dtype == torch.float64 for value in used.memory.values())
 
 
-class Lossless(L.LightningModule):
-    """A module that does not state its loss apart, and puts out more than a tensor."""
+class Pair(L.LightningModule):
+    """A module that puts out more than a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -370,13 +363,7 @@ class Lossless(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_modules_that_are_refused(samples, train):
-    message = (
-        "Expected a module that states its loss apart for `EWC`, as `Classifier` does in `sample_loss(output, y)`, but "
-        "got a `Lossless`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        train(Lossless(), [EWC()], samples())
-    message = "Expected `Lossless.forward` to return a tensor but got tuple. Return the logits alone."
+def test_an_output_that_is_no_tensor_is_refused(samples, train):
+    message = "Expected `Pair.forward` to return a tensor but got tuple. Return the logits alone."
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        train(Lossless(), [MAS()], samples())
+        train(Pair(), [MAS()], samples())

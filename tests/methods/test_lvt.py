@@ -212,20 +212,6 @@ def test_a_task_that_ends_again_takes_its_own_place(make_net, samples):
     torch.testing.assert_close(memory["x"][5:], x)
 
 
-@pytest.mark.seconds
-def test_without_weights_it_is_fine_tuning(fit, make_stream, make_net, assert_same):
-    used, none, unused, fine = make_net(), make_net(), make_net(), make_net()
-    fit(used, make_stream(clients=2), [LVTMethod()], cohort_size=1)
-    trainer = fit(none, make_stream(clients=2), [LVTMethod(0.0, 0.0, 0.0)], cohort_size=1)
-    fit(unused, make_stream(clients=2), [LVTMethod(clients=[])], cohort_size=1)
-    fit(fine, make_stream(clients=2), cohort_size=1)
-    assert_same(none, fine, 0)
-    assert_same(unused, fine, 0)
-    assert not any(trainer.strategy.server.store[client].get("LVTMethod") for client in "01")
-    with pytest.raises(AssertionError):
-        assert_same(used, fine, 1e-3)
-
-
 def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
     drawn, randperm, (first, second) = [], torch.randperm, (samples([0, 1]), samples([2, 3], seed=1))
 
@@ -242,18 +228,6 @@ def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
 
 
 # Where it runs.
-
-
-def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_net, assert_same):
-    tasks = []
-    for strategy in ("auto", None):
-        task = make_net()
-        stream = make_stream(clients=1, experiences=4, rounds_per_experience=2, batch_size=240, samples=80)
-        fit(
-            task, stream, [LVTMethod(rho=0.5, batch_size=99)], strategy=strategy
-        )  # all that are remembered go into each step
-        tasks.append(task)
-    assert_same(*tasks, 1e-5)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -305,22 +279,10 @@ def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit
             assert all(torch.equal(memory[f"previous.{name}"], now[name]) for name in names)
 
 
-def test_held_keys_move_less(make_net, samples, train):
-    moved = []
-    for gamma in (0.0, 3.0):
-        task = make_net()
-        method = LVTMethod(gamma, 0.0, 0.0)
-        train(task, [method], samples([0, 1]))
-        before = task.model.external_key.detach().clone()
-        train(task, [method], samples([2, 3], seed=1))
-        moved.append(float((task.model.external_key - before).abs().sum()))
-    assert moved[1] < 0.9 * moved[0]
-
-
 # What it cannot work with.
 
 
-def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples, train):
+def test_what_it_cannot_work_with(make_task, samples, train):
     message = (
         "Expected `keys` to match trainable parameters but `*.external_*` matches none. Train "
         "`lightning_fcl.models.LVT`, or set `gamma=0`."
@@ -328,5 +290,3 @@ def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(make_task(), [LVTMethod()], samples())
     train(make_task(), [LVTMethod(gamma=0.0)], samples())
-    with pytest.raises(ValueError, match="`LVTMethod` trains one client at a time"):
-        fit(make_net(), make_stream(), [LVTMethod()], cohort_size=3)

@@ -119,23 +119,6 @@ def test_federated_plasticity_is_written_by_hand(
     assert int(task.readout.n) == len(y) * (9 - start.washout)
 
 
-@pytest.mark.seconds
-def test_cohorts_of_every_size_agree(fit, make_series_stream, make_reservoir_task):
-    def run(cohort_size):
-        task = make_reservoir_task()
-        fit(
-            task, make_series_stream(5, 2, rounds_per_experience=3), [IntrinsicPlasticity(local_epochs=2), Replay(6)],
-            cohort_size=cohort_size, client_weights="trained",
-        )  # fmt: skip
-        return task.state_dict()
-
-    one = run(1)
-    for cohort_size in (2, 3, 5, "auto"):
-        for name, value in run(cohort_size).items():
-            if name != "readout.tag":  # of the last bits too
-                torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9, msg=name)
-
-
 def test_a_fit_without_it_does_not_go_on_adapting(fit, make_series_stream, make_reservoir_task):
     task, stream = make_reservoir_task(), make_series_stream(rounds_per_experience=2)
     fit(task, stream, [IntrinsicPlasticity()], max_epochs=1)  # ends in a round that adapts
@@ -283,17 +266,6 @@ def test_rounds_that_adapt_leave_the_readout(fit, make_series_stream, make_reser
     assert not torch.equal(weights[5], weights[2])
     gains = [entry["gain"] for entry in watch.rounds]
     assert torch.equal(gains[2], gains[1]) and torch.equal(gains[5], gains[4]) and not torch.equal(gains[3], gains[2])
-
-
-def test_weights_of_a_replayed_experience(fit, make_series_stream, make_reservoir_task):
-    """By ``"samples"`` the remembered ones do not count, by ``"trained"`` they do."""
-    results = {}
-    for weights in ("samples", "trained"):
-        task = make_reservoir_task()
-        stream = make_series_stream(3, 2, seed=4, rounds_per_experience=2)
-        fit(task, stream, [IntrinsicPlasticity(), Replay(20, "reservoir")], client_weights=weights)
-        results[weights] = task.reservoir.gain.detach()
-    assert (results["samples"] - results["trained"]).abs().max() > 1e-6
 
 
 @pytest.mark.seconds

@@ -174,10 +174,6 @@ def test_the_weight_of_gradients_is_how_far_sgd_goes(options):
     assert gradient_weight(optimizer.param_groups[0], 5) == pytest.approx(float(p), rel=1e-6)
 
 
-def test_resumed_is_uninterrupted(assert_resumes, make_task):
-    assert_resumes(make_task, SCAFFOLD, client_weights="uniform")
-
-
 def split(params):
     first, *others = params
     return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.2}])
@@ -193,7 +189,7 @@ def scheduled(task):
     return task
 
 
-def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, samples, train):
+def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"`client_weights=\"uniform\"` for `SCAFFOLD`.* but got 'samples'"):
         fit(make_task(), make_stream(), [SCAFFOLD()])
     fit(make_task(), make_stream(clients=1), [SCAFFOLD()], max_epochs=1)
@@ -206,5 +202,3 @@ def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, 
     ):
         with pytest.raises(ValueError, match=f"Expected SGD without dampening, .* but got .*{what}"):
             fit(task, make_stream(), [SCAFFOLD()], **UNIFORM)
-    with pytest.raises(ValueError, match="`SCAFFOLD` but got a plain one: a single client's gradients lack nothing"):
-        train(make_task(), [SCAFFOLD()], samples())

@@ -150,9 +150,7 @@ def test_resumed_is_uninterrupted(fit, assert_same, tmp_path):
     assert_same(resumed, whole, 0)
 
 
-def test_refused(fit, make_stream, make_task, train, samples):
-    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `TARGET`'):
-        train(make_task(), [TARGET()], samples())
+def test_refused(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"Expected images, shape \(channels, height, width\), for `TARGET`"):
         fit(make_task(), make_stream(), [TARGET()])
     with pytest.raises(ValueError, match="Expected a network with layers of batch normalisation"):

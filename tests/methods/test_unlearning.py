@@ -138,7 +138,7 @@ class Absent(L.Callback):
             del current["1"]
 
 
-def test_bad_requests(fit, quiet):
+def test_bad_requests(fit):
     with pytest.raises(
         ValueError, match=re.escape("Expected `requests` of the stream's clients (0, 1, 2, 3) but got 9.")
     ):
@@ -154,9 +154,4 @@ def test_bad_requests(fit, quiet):
         run(fit, callbacks=[Absent(), Unlearning({"1": 0})])
     with pytest.raises(ValueError, match="shares its weights: means cannot be taken apart"):
         run(fit, callbacks=[Unlearning({"1": 0})], share="weights")
-    x, y, _ = arrays()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y)))
-    task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3)
-    with pytest.raises(ValueError, match=re.escape('Expected a Trainer with `strategy="federated"` for `Unlearning`')):
-        L.Trainer(max_epochs=1, callbacks=[Unlearning({"1": 0})], **quiet).fit(task, loader)
     assert not FederatedStrategy().federation.participation.withdrawn
