@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_fcl import Classifier
-from lightning_fcl.callbacks import APFL, ContinualMetrics
+from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto
 from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
@@ -48,11 +48,11 @@ def noisy(seed=0):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("alpha0", [0.0, 0.5])
-def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimizer, alpha0):
+@pytest.mark.parametrize("method", [lambda: APFL(0.0), lambda: APFL(0.5), lambda: Ditto(0.5)])
+def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimizer, method):
     options = {"cohort_size": 1, "participation": 2, "reductions": {"model.4.bias": "none"}, "local_epochs": 2}
     runs = []
-    for methods in ([], [APFL(alpha0)]):
+    for methods in ([], [method()]):
         task, rounds, metrics = Classifier(noisy(), 4, OPTIMIZERS[optimizer]), Rounds(), ContinualMetrics()
         stream = make_stream(rounds_per_experience=2, drop_last=True)
         trainer = fit(task, stream, [*methods, rounds, metrics], seed=0, **options)

@@ -280,38 +280,6 @@ def test_what_is_frozen_stays_to_the_bit():
     assert not module.body[0].bias.requires_grad and all(layer.training for layer in module.modules())
 
 
-class Stages(Method):
-    """The head in the first local epoch, then all of it."""
-
-    def trains(self, client):
-        return "model.head.*" if client.local_epoch == 0 else None
-
-
-@pytest.mark.parametrize("local_epochs", [1, 2])
-def test_a_part_learns_in_a_local_epoch(fit, make_stream, make_task, local_epochs):
-    task = make_task(model=network())
-    before = {name: value.clone() for name, value in task.state_dict().items()}
-    fit(task, make_stream(batch_size=100), [Stages()], cohort_size=1, max_epochs=1, local_epochs=local_epochs)
-    changed = {name for name, value in task.state_dict().items() if not torch.equal(value, before[name])}
-    learnt = HEAD if local_epochs == 1 else HEAD | BODY | STATISTICS
-    assert changed == {f"model.{name}" for name in learnt}
-
-
-def test_other_clients_learn_all(fit, make_stream, make_task):
-    changed = {}
-
-    class Watch(Callback):
-        def on_client_end(self, trainer, pl_module, client_round):
-            now = pl_module.state_dict()
-            changed[client_round.client] = {name for name in before if not torch.equal(now[name], before[name])}
-
-    task = make_task(model=network())
-    before = {name: value.clone() for name, value in task.state_dict().items()}
-    fit(task, make_stream(batch_size=100), [Stages(clients=["1"]), Watch()], cohort_size=1, max_epochs=1)
-    everything = {f"model.{name}" for name in HEAD | BODY | STATISTICS}
-    assert changed == {"0": everything, "1": {f"model.{name}" for name in HEAD}, "2": everything}
-
-
 class Bare(L.LightningModule):
     """A module that does not state its loss apart."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -21,6 +21,7 @@ from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
 from lightning_fcl.methods.projection import project
 
 from .test_fedrep import Stages
+from .test_icarl import Trained
 
 OWN = {"model.head.*": "none"}
 
@@ -154,7 +155,7 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
     stream, task = make_stream(clients=3, rounds=3), make_task()
     words = {"integration_epochs": 2, "margin": margin}
     method, metrics = FedViT(rho=0.2, integrate_last=True, **words), ContinualMetrics(when="aggregated")
-    local = LastBodies()
+    local = Trained()
     options = {"reductions": OWN, "participation": 2, "max_epochs": 6, "trainer_args": {"gradient_clip_val": clip}}
     trainer = fit(task, stream, [method, metrics, local], **options)
     plain, seen = make_task(), []
@@ -166,7 +167,9 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
         assert bool(last) == (local.rounds[client] >= 3)  # it has trained on its second task
         if not last:
             continue
-        net, before = copy.deepcopy(task.model), copy.deepcopy(local.bodies[client])
+        net, trained = copy.deepcopy(task.model), make_task()
+        trained.load_state_dict(local.states[client])
+        before = trained.model
         net.head.load_state_dict({n.split(".")[-1]: v for n, v in kept["model"].items()})
         before.head = net.head
         (x, y), block = stream.take(stream.plan.train[5][client]), stream.plan.classes_of_task(client, 1)
@@ -209,17 +212,6 @@ def test_a_margin_favours_past_tasks_where_one_is_violated(fit, monkeypatch, met
         if torch.linalg.cond(past) < 1e3:
             assert weights.min() >= 0.5 - 1e-3
             assert (((past @ result).abs() <= 1e-4 * scale) | ((weights - 0.5).abs() < 1e-3)).all()
-
-
-class LastBodies(Callback):
-    """The model of each client after its latest training, and the round of it."""
-
-    def __init__(self):
-        self.bodies, self.rounds = {}, {}
-
-    def on_client_end(self, trainer, pl_module, client_round):
-        self.bodies[client_round.client], self.rounds[client_round.client] = make_task().model, client_round.round
-        self.bodies[client_round.client].load_state_dict(pl_module.model.state_dict())
 
 
 def test_in_the_first_task_nothing_is_projected(fit, monkeypatch):
@@ -320,19 +312,12 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
 
 
 @pytest.mark.seconds
-def test_resumed_is_uninterrupted(fit, tmp_path):
+def test_resumed_is_uninterrupted(assert_resumes):
+    def stream():
+        return make_stream(clients=3, batch_size=16, shuffle=True)
+
     options = {"reductions": OWN, "participation": 2, "client_store": "disk"}
-
-    def run(epochs, **kwargs):
-        task = make_task(torch.optim.AdamW, lr=0.01)
-        stream = make_stream(clients=3, batch_size=16, rounds=3, shuffle=True)
-        return task, fit(task, stream, [FedViT(), *kwargs.pop("more", [])], max_epochs=epochs, **options, **kwargs)
-
-    whole, _ = run(6)
-    keep = ModelCheckpoint(tmp_path, filename="cut", save_top_k=-1)
-    run(4, more=[keep], trainer_args={"enable_checkpointing": True})
-    resumed, _ = run(6, ckpt_path=tmp_path / "cut.ckpt")
-    torch.testing.assert_close(whole.state_dict(), resumed.state_dict(), rtol=0, atol=0)
+    assert_resumes(lambda seed=0: make_task(torch.optim.AdamW, lr=0.01), FedViT, stream, **options)
 
 
 @pytest.mark.seconds

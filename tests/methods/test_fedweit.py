@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, FedWEIT
@@ -307,17 +307,13 @@ def test_who_has_left_publishes_nothing(fit):
 
 
 @pytest.mark.seconds
-def test_resumed_is_uninterrupted(fit, assert_same, tmp_path):
-    options = {"reductions": OWN, "participation": 2, "client_store": "disk", "seed": 3}
-    saving, method, whole, watch = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), FedWEIT(), make_task(), Watch()
-    fit(whole, make_stream(), [method, saving, watch], trainer_args={"enable_checkpointing": True}, **options)
-    for epoch in (1, 2):
-        again, other, seen = make_task(), FedWEIT(), Watch()
-        fit(again, make_stream(), [other, seen], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
-        assert_same(again, whole, 0)
-        assert seen.rounds[-1].log == watch.rounds[-1].log
-        torch.testing.assert_close(seen.rounds[-1].clients, watch.rounds[-1].clients, rtol=0, atol=0)
-        torch.testing.assert_close(other.knowledge, method.knowledge, rtol=0, atol=0)
+@pytest.mark.parametrize("per_task", [True, False])
+def test_resumed_is_uninterrupted(assert_resumes, per_task):
+    def make(seed=0):
+        return make_task(tasks=3 if per_task else 1)
+
+    options = {"reductions": OWN, "participation": 2, "client_store": "disk"}
+    assert_resumes(make, lambda: FedWEIT(per_task=per_task), make_stream, **options)
 
 
 @pytest.mark.seconds
@@ -465,17 +461,3 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
     for name, piece in zip(model.names, weights.detach().split(model.sizes), strict=True):
         plain.get_parameter(name).data = piece.view_as(plain.get_parameter(name))
     torch.testing.assert_close(logits, plain.eval()(x))  # of all tasks alike
-
-
-@pytest.mark.seconds
-def test_one_mask_is_resumed(fit, tmp_path):
-    options = {"reductions": OWN, "participation": 2}
-    tasks = []
-    for cut in (None, 3):
-        task = make_task(tasks=1)
-        path = tmp_path / "cut.ckpt" if cut else None
-        if cut:
-            fit(task, make_stream(), [FedWEIT(per_task=False)], max_epochs=cut, **options).save_checkpoint(path)
-        fit(task, make_stream(), [FedWEIT(per_task=False)], ckpt_path=path, **options)
-        tasks.append(task)
-    torch.testing.assert_close(tasks[0].state_dict(), tasks[1].state_dict(), rtol=0, atol=0)

@@ -193,14 +193,16 @@ def test_many_tasks_are_the_quadratic_program_by_hand(make_task, samples, train,
     assert_same(task, copied)
 
 
-@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.2, 1), (None, 2)])
 @pytest.mark.parametrize("method", [lambda: GEM(1.0, margin=0.0), lambda: AGEM(1.0)])
-def test_one_task_is_the_closed_form_before_any_clipping(make_task, samples, train, assert_same, method, clip):
-    method, task, first, second = method(), make_task(), samples([0, 1]), samples([2, 3], seed=1)
+def test_one_task_is_the_closed_form_before_any_clipping(
+    make_task, samples, train, assert_same, method, clip, accumulate
+):
+    method, task, first, second = method(), make_task(), samples([0, 1]), samples([2, 3], number=16, seed=1)
     train(task, [method], first)
     copied = copy.deepcopy(task)
-    train(task, [method], second, gradient_clip_val=clip)
-    assert by_hand_projected(copied, second, [first], one_by_closed_form, clip=clip)
+    train(task, [method], second, gradient_clip_val=clip, accumulate_grad_batches=accumulate)
+    assert by_hand_projected(copied, second, [first], one_by_closed_form, batch=8 * accumulate, clip=clip)
     assert_same(task, copied)
 
 
@@ -226,15 +228,6 @@ def test_a_gem_draws_its_reference():
     for _ in range(3):
         AGEM(batch_size=5).project(Client(memory), -torch.ones(2), gradient_of)
     assert all(len(set(batch)) == 5 for batch in drawn) and len(set(drawn)) == 3
-
-
-def test_accumulated_gradients_are_projected_once(make_task, samples, train, assert_same):
-    method, task, first, second = GEM(1.0, margin=0.0), make_task(), samples([0, 1]), samples([2, 3], number=16, seed=1)
-    train(task, [method], first)
-    copied = copy.deepcopy(task)
-    train(task, [method], second, accumulate_grad_batches=2)
-    assert by_hand_projected(copied, second, [first], one_by_closed_form, batch=16)
-    assert_same(task, copied)
 
 
 class Noisy(nn.Module):

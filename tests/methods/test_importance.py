@@ -18,9 +18,11 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.methods import sample_gradients as module_under_test
 from lightning_fcl.methods.client import Client, Step, section
-from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
+from lightning_fcl.methods.importance import fisher_information, output_sensitivity
 from lightning_fcl.methods.sample_gradients import Outer, outer_gradients, over_samples, sample_gradients, squared_norms
 from lightning_fcl.models import MLP
+
+from .test_icarl import Trained
 
 pytestmark = pytest.mark.rounding
 
@@ -171,38 +173,6 @@ def test_importance_leaves_everything_alone(make_task, samples, kind, model):
     torch.testing.assert_close([p.grad for p in task.parameters()], grads, rtol=0, atol=0)
 
 
-def test_mas_does_not_look_at_labels(make_task, samples, train):
-    x, y = samples()
-    memories = {}
-    for kind, method in KINDS.items():
-        for labels in (y, y.roll(1)):
-            used, task = method(STRENGTHS[kind]), make_task(lambda params: torch.optim.SGD(params, lr=0.0))
-            train(task, [used], (x, labels))
-            memories.setdefault(kind, []).append(section(used.memory, "importance"))
-    torch.testing.assert_close(*memories["MAS"], rtol=0, atol=0)
-    with pytest.raises(AssertionError):  # the true labels are EWC's
-        assert_close(*memories["EWC"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_penalty_and_its_gradient(kind):
-    params = {"a": torch.randn(3, 2, requires_grad=True), "b": torch.randn(2, requires_grad=True)}
-    center = {name: torch.randn_like(p) for name, p in params.items()}
-    weights = {name: torch.rand_like(p) for name, p in params.items()}
-    memory = {f"center.{n}": v for n, v in center.items()} | {f"importance.{n}": v for n, v in weights.items()}
-    method = KINDS[kind](3.0)
-    value = method.penalty(Client(memory), Step(params, {}, None, torch.zeros(1), None))
-    expected = sum(1.5 * float(weights[n].flatten() @ (params[n].detach() - center[n]).flatten() ** 2) for n in params)
-    assert value.item() == pytest.approx(expected, rel=1e-5)
-    value.backward()
-    for name, p in params.items():
-        torch.testing.assert_close(p.grad, 3 * weights[name] * (p.detach() - center[name]))
-    there = {name: value.clone().requires_grad_() for name, value in center.items()}
-    at_center = quadratic_penalty(there, center, weights)
-    at_center.backward()
-    assert at_center == 0 and not any(p.grad.any() for p in there.values())
-
-
 @pytest.mark.parametrize(("decay", "normalize"), [(1.0, False), (0.25, False), (1.0, True), (0.25, True)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, assert_same, kind, decay, normalize):
@@ -304,16 +274,13 @@ def test_one_client_is_the_plain_trainer(fit, make_stream, make_task, assert_sam
 @pytest.mark.parametrize("cohort_size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_size):
-    stream, task, trained = make_stream(experiences=1, rounds_per_experience=2), make_task(), {}
+    stream, task, trained = make_stream(experiences=1, rounds_per_experience=2), make_task(), Trained()
 
-    class Keep(L.Callback):
-        def on_client_end(self, trainer, pl_module, client_round):
-            trained[client_round.client] = make_task()
-            trained[client_round.client].load_state_dict(pl_module.state_dict())
-
-    trainer = fit(task, stream, [KINDS[kind](STRENGTHS[kind]), Keep()], cohort_size=cohort_size)
-    assert len(trained) == 3
-    for client, own in trained.items():
+    trainer = fit(task, stream, [KINDS[kind](STRENGTHS[kind]), trained], cohort_size=cohort_size)
+    assert len(trained.states) == 3
+    own = make_task()
+    for client, state in trained.states.items():
+        own.load_state_dict(state)
         memory = trainer.strategy.server.store[client][kind]
         x, y = stream.take(stream.plan.train[1][client])
         assert_close(section(memory, "importance"), by_loop(own, kind, x, y))
@@ -323,17 +290,14 @@ def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_siz
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_task, kind):
-    stream, trained = make_stream(rounds_per_experience=2), {}
+    stream, trained = make_stream(rounds_per_experience=2), Trained()
 
-    class Keep(L.Callback):
-        def on_client_end(self, trainer, pl_module, client_round):
-            trained[client_round.client] = make_task()
-            trained[client_round.client].load_state_dict(pl_module.state_dict())
-
-    methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head="model.3.*"), Keep()]
+    methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head="model.3.*"), trained]
     trainer = fit(make_task(), stream, methods, reductions={"model.3.*": "none"})
-    assert len(trained) == 3
-    for client, own in trained.items():
+    assert len(trained.states) == 3
+    own = make_task()
+    for client, state in trained.states.items():
+        own.load_state_dict(state)
         found = section(trainer.strategy.server.store[client][kind], "importance")
         assert_close(found, by_loop(own, kind, *stream.take(stream.plan.train[3][client])))
         assert all(value.any() for value in found.values())

@@ -12,13 +12,10 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, FedRep, LVTMethod
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
-from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.lvt import attention_loss
 from lightning_fcl.models import LVT
 
 KEYS = ("model.external_key", "model.external_bias")
@@ -95,18 +92,6 @@ def by_hand(task, data, known, gamma=1.0, alpha=1.0, beta=0.5, temperature=2.0, 
 # Its parts.
 
 
-def test_the_attention_loss():
-    torch.manual_seed(0)
-    key, previous, gradient = ({"a": torch.randn(3, 2), "b": torch.randn(4)} for _ in range(3))
-    expected = sum(float((gradient[n] * (key[n] - previous[n])).abs().sum()) for n in "ab")
-    assert float(attention_loss({**key, "other": torch.ones(1)}, previous, gradient)) == pytest.approx(expected)
-    here = {name: value.clone().requires_grad_() for name, value in previous.items()}
-    loss = attention_loss(here, previous, gradient)
-    assert float(loss) == 0
-    loss.backward()
-    assert not any(value.grad.any() for value in here.values())
-
-
 def test_distillation_among_some_classes_is_that_of_their_logits():
     torch.manual_seed(0)
     student, teacher = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
@@ -133,17 +118,6 @@ def test_what_is_remembered_of_a_task(make_net, samples, train):
         torch.testing.assert_close(method.memory[name], torch.cat([old, new]))
     assert method.memory["task"].tolist() == [0] * len(one[1]) + [1] * len(two[1])
     assert method.memory["y"].bincount().tolist() == [3, 3, round(0.3 * 5), round(0.3 * 15)]
-
-
-def test_only_at_the_end_of_a_task(make_net, samples, train):
-    class Watch(LVTMethod):
-        def on_download(self, client):
-            seen.append(set(client.memory))
-            return super().on_download(client)
-
-    seen, method, task = [], Watch(), make_net()
-    train(task, [method], samples([0, 1]), epochs=3)
-    assert seen == [set()] * 3 and {"x", "y", "logits", "task"} < set(method.memory)
 
 
 # The loss.
@@ -198,18 +172,6 @@ def test_a_sample_is_told_apart_among_its_task_s_classes(make_net, samples, trai
             loss.backward()
             optimizer.step()
     assert_same(task, copied, 1e-5)
-
-
-def test_a_task_that_ends_again_takes_its_own_place(make_net, samples):
-    method, task = LVTMethod(rho=1.0), make_net()
-    memory = {}
-    for experience, seed, number in ((0, 0, 4), (1, 1, 5), (0, 2, 6)):
-        x, y = samples([0, 1], number, seed)
-        memory = method.end_round(
-            Client(memory, part=ClientRound("a", 0, experience), module=task), task.state_dict(), [x, y]
-        )
-    assert memory["task"].tolist() == [1] * 5 + [0] * 6
-    torch.testing.assert_close(memory["x"][5:], x)
 
 
 def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):

@@ -30,26 +30,6 @@ class Variates(Callback):
         self.rounds.append((dict(server.kept_for("SCAFFOLD")), own, {*server.record.trained}))
 
 
-class Frozen(SCAFFOLD):
-    """Variates that stay at 0."""
-
-    def contribute(self, client, own, data):
-        return {}
-
-    def end_round(self, client, own, data):
-        return client.memory
-
-
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_with_variates_of_zero_it_is_fedavg(fit, make_stream, make_task, assert_same, size):
-    tasks = [make_task() for _ in range(3)]
-    for task, methods in zip(tasks, ([Frozen()], [], [SCAFFOLD()]), strict=True):
-        fit(task, make_stream(rounds_per_experience=2), methods, cohort_size=size, local_epochs=2, **UNIFORM)
-    assert_same(tasks[0], tasks[1], 0 if size == 1 else 1e-6)
-    with pytest.raises(AssertionError):
-        assert_same(tasks[1], tasks[2], 1e-4)
-
-
 def by_hand(task, stream, drawn, every=1, momentum=0.0):
     """Algorithm 1 of the paper, option II, in a loop, which begins anew every three rounds."""
     names = [name for name, _ in task.named_parameters()]
