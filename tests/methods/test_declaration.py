@@ -280,6 +280,23 @@ def test_what_is_frozen_stays_to_the_bit():
     assert not module.body[0].bias.requires_grad and all(layer.training for layer in module.modules())
 
 
+class Stages(Method):
+    """The head in the first local epoch, then all of it."""
+
+    def trains(self, client):
+        return "model.head.*" if client.local_epoch == 0 else None
+
+
+@pytest.mark.parametrize("local_epochs", [1, 2])
+def test_a_part_learns_in_a_local_epoch(fit, make_stream, make_task, local_epochs):
+    task = make_task(model=network())
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    fit(task, make_stream(batch_size=100), [Stages()], cohort_size=1, max_epochs=1, local_epochs=local_epochs)
+    changed = {name for name, value in task.state_dict().items() if not torch.equal(value, before[name])}
+    learnt = HEAD if local_epochs == 1 else HEAD | BODY | STATISTICS
+    assert changed == {f"model.{name}" for name in learnt}
+
+
 class Bare(L.LightningModule):
     """A module that does not state its loss apart."""
 

@@ -13,22 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl import callbacks as library
-from lightning_fcl.callbacks import (
-    AGEM,
-    APFL,
-    BCN,
-    EWC,
-    GEM,
-    MAS,
-    SI,
-    FedKNOW,
-    FedProx,
-    FedViT,
-    FLwF2T,
-    LVTMethod,
-    LwF,
-    Replay,
-)
+from lightning_fcl.callbacks import AGEM, APFL, BCN, EWC, GEM, FedKNOW, FedProx, FedViT, FLwF2T, LVTMethod, LwF, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.federation.swarm import Swarm
@@ -41,8 +26,8 @@ METHODS = {
     "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
     "LwF": lambda: [LwF(2.0)],
     "EWC": lambda: [EWC(5.0)],
-    "MAS": lambda: [MAS(0.5)],
-    "SI": lambda: [SI(0.5)],
+    "MAS": lambda: [library.MAS(0.5)],
+    "SI": lambda: [library.SI(0.5)],
     "MOON": lambda: [library.MOON(2.0)],
     "FedNTD": lambda: [library.FedNTD(2.0)],
     "GLFC": lambda: [library.GLFC(0.5)],
@@ -177,8 +162,8 @@ def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path
     "make",
     [
         lambda: EWC(5.0),
-        lambda: MAS(0.5),
-        lambda: SI(0.5),
+        lambda: library.MAS(0.5),
+        lambda: library.SI(0.5),
         lambda: LVTMethod(gamma=0.0),
         lambda: Replay(6, "reservoir", "experience"),
         lambda: Replay(6, "reservoir", "round"),
