@@ -479,15 +479,16 @@ def assert_resumes(fit, make_stream, assert_same, tmp_path):
         server = trainer.strategy.server
         return dict(server.extra), {client: dict(server.store[client]) for client in server.store}
 
-    def check(make_module, method, **options):
+    def four_clients():
+        return make_stream(clients=4, rounds_per_experience=2)
+
+    def check(make_module, method, stream=four_clients, **options):
         whole, saving = make_module(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-        stream, options = {"clients": 4, "rounds_per_experience": 2}, {"participation": 0.7, "seed": 5, **options}
-        trainer = fit(
-            whole, make_stream(**stream), [method(), saving], trainer_args={"enable_checkpointing": True}, **options
-        )
+        options = {"participation": 0.7, "seed": 5, **options}
+        trainer = fit(whole, stream(), [method(), saving], trainer_args={"enable_checkpointing": True}, **options)
         for epoch in (1, 2):
             again = make_module(seed=9)
-            other = fit(again, make_stream(**stream), [method()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+            other = fit(again, stream(), [method()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
             assert_same(again, whole, 0)
             torch.testing.assert_close(kept(other), kept(trainer), rtol=0, atol=0)
 

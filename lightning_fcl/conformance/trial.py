@@ -93,12 +93,12 @@ def rules_for(*methods: Method) -> dict[str, str]:
     return {"model.head.*": "none"} if any(method.needs.head for method in methods) else {}
 
 
-def samples(number: int = 240, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Samples of six classes around centres of their own, in double precision, and their labels."""
-    draws = torch.Generator().manual_seed(seed)
+def samples() -> tuple[Tensor, Tensor]:
+    """240 samples of six classes around centres of their own, in double precision, and their labels."""
+    draws = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=draws, dtype=torch.float64)
-    y = torch.arange(number) % CLASSES
-    return centres[y] + 0.7 * torch.randn(number, FEATURES, generator=draws, dtype=torch.float64), y
+    y = torch.arange(240) % CLASSES
+    return centres[y] + 0.7 * torch.randn(len(y), FEATURES, generator=draws, dtype=torch.float64), y
 
 
 def trial_stream(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 0, **more: Any) -> FederatedStream:
@@ -108,9 +108,9 @@ def trial_stream(clients: int = 3, tasks: int = 2, rounds: int = 2, seed: int = 
     return FederatedStream.from_arrays(*samples(), **arguments)
 
 
-def task_of(rate: float = 0.1, seed: int = 0) -> Classifier:
+def task_of(rate: float = 0.1) -> Classifier:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         return Classifier(Net(), CLASSES, lambda parameters: torch.optim.SGD(parameters, lr=rate))
 
 

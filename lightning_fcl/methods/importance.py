@@ -45,7 +45,7 @@ def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
 
 
 def fisher_information(
-    module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor, names: Iterable[str] | None = None
+    module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor, names: Iterable[str]
 ) -> State:
     """Diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``, of true labels."""
     task: Any = module
@@ -54,9 +54,7 @@ def fisher_information(
     )
 
 
-def output_sensitivity(
-    module: nn.Module, state: Mapping[str, Tensor], x: Tensor, names: Iterable[str] | None = None
-) -> State:
+def output_sensitivity(module: nn.Module, state: Mapping[str, Tensor], x: Tensor, names: Iterable[str]) -> State:
     """How much the output depends on each parameter: ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``."""
     unlabelled = torch.zeros(len(x), device=x.device)
     return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.client import zeros
-from lightning_fcl.methods.functional import as_input, evaluating, trainable
+from lightning_fcl.methods.functional import as_input, evaluating
 
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
@@ -154,10 +154,10 @@ def mean_over_samples(
     state: Mapping[str, Tensor],
     x: Tensor,
     y: Tensor,
-    names: Iterable[str] | None = None,
+    names: Iterable[str],
 ) -> State:
     """Mean over samples of a measure of the gradient of each sample's ``objective(output, y)``: see `over_samples`."""
-    chosen = {*trainable(module)} if names is None else {*names}
+    chosen = {*names}
     total = zeros({name: value for name, value in state.items() if name in chosen})
     for gradients in gradients_of_samples(module, objective, state, x, y, chosen):
         for name, value in gradients.items():

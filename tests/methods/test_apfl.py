@@ -2,23 +2,18 @@
 
 import copy
 
-import lightning.pytorch as L
-import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import APFL, ContinualMetrics
+from lightning_fcl import Classifier
+from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto
 from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.scenarios import FedViTScenario
-from lightning_fcl.data.split import Split
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.personal import mix
-from lightning_fcl.models import ViT
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -53,11 +48,11 @@ def noisy(seed=0):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("alpha0", [0.0, 0.5])
-def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimizer, alpha0):
+@pytest.mark.parametrize("method", [lambda: APFL(0.0), lambda: APFL(0.5), lambda: Ditto(0.5)])
+def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimizer, method):
     options = {"cohort_size": 1, "participation": 2, "reductions": {"model.4.bias": "none"}, "local_epochs": 2}
     runs = []
-    for methods in ([], [APFL(alpha0)]):
+    for methods in ([], [method()]):
         task, rounds, metrics = Classifier(noisy(), 4, OPTIMIZERS[optimizer]), Rounds(), ContinualMetrics()
         stream = make_stream(rounds_per_experience=2, drop_last=True)
         trainer = fit(task, stream, [*methods, rounds, metrics], seed=0, **options)
@@ -129,37 +124,6 @@ def test_the_personal_optimizer_lasts_only_if_the_strategys_does(fit, make_strea
     assert not torch.allclose(fresh["model.1.weight"], kept["model.1.weight"], atol=1e-3)
 
 
-@pytest.mark.seconds
-def test_alpha_0_predicts_as_the_server_and_alpha_1_as_the_personal_model(fit, make_stream, make_task):
-    x = torch.randn(50, 6)
-    for alpha in (0.0, 1.0):
-        task, method = make_task(), APFL(alpha, alpha_lr=0)
-        trainer = fit(task, make_stream(rounds_per_experience=2), [method])
-        memory, shared = memory_of(trainer, "1"), dict(task.state_dict())
-        predicts, expected = copy.deepcopy(task), copy.deepcopy(task)
-        predicts.load_state_dict(method.personalize(Client(memory), shared))
-        expected.load_state_dict(personal_model(memory) if alpha else shared)
-        assert torch.equal(predicts(x), expected(x)) and float(memory["alpha"]) == alpha
-        if alpha:
-            assert not torch.allclose(predicts(x), task(x), atol=1e-2)
-
-
-def test_alpha_1_with_the_first_state_is_local_training(fit, make_stream, make_task):
-    stream = make_stream()
-    trainer = fit(make_task(), stream, [APFL(1.0, 0.0)], seed=0)
-    for client in "012":
-        alone = make_task()
-        optimizer = alone.configure_optimizers()
-        for round in range(2):
-            x, y = stream.take(stream.plan.train[round][client])
-            for indices in plan_batches(len(y), 1, Batching(8), order_keys(0, [client], round)):
-                optimizer.zero_grad()
-                cross_entropy(alone(x[indices]), y[indices]).backward()
-                optimizer.step()
-        personal = personal_model(memory_of(trainer, client))
-        torch.testing.assert_close(personal, dict(alone.state_dict()), rtol=0, atol=1e-5)
-
-
 def test_every_client_is_tested_with_its_mixture(fit, make_stream, make_task):
     task, metrics, method = make_task(), ContinualMetrics(when="aggregated"), APFL(0.7)
     stream = make_stream(clients=6, rounds_per_experience=2)
@@ -197,46 +161,6 @@ def test_some_clients_and_clipping(fit, make_stream, make_task):
     assert 0 < moved[0] <= 1.01 * steps * 0.1 * 1e-4 < moved[1]
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize("keep", [False, True])
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, keep):
-    options = {"client_store": "disk", "keep_optimizer": keep, "participation": 2, "seed": 5}
-    runs = []
-    for path in (None, tmp_path / "round-epoch=1.ckpt"):
-        task, metrics = (
-            make_task(OPTIMIZERS["adamw"], seed=0 if path is None else 9),
-            ContinualMetrics(when="aggregated"),
-        )
-        saver = ModelCheckpoint(tmp_path, "round-{epoch}", save_top_k=-1)
-        trainer = fit(task, make_stream(rounds_per_experience=2), [APFL(0.3, 0.2), metrics, saver], ckpt_path=path,
-                      trainer_args={"enable_checkpointing": True}, **options)  # fmt: skip
-        states = [task.state_dict(), *(trainer.strategy.server.store[client]["APFL"] for client in "012")]
-        runs.append((states, [entry["correct"] for entry in metrics.record["rounds"]]))
-    for left, right in zip(runs[0][0], runs[1][0], strict=True):
-        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    assert runs[0][1] == runs[1][1]
-    assert any(name.startswith("optimizer.") for name in runs[0][0][1]) == keep
-
-
-@pytest.mark.seconds
-def test_a_vision_transformer_with_tasks(fit):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(200, 3, 32, 32)).astype("float32"), np.arange(200) % 10
-    stream = FederatedStream.from_arrays(
-        x,
-        y,
-        scenario=FedViTScenario(tasks=2, rounds_per_task=2, share=[0.3, 0.5], clients=3),
-        split=Split(test=0.2),
-        batch_size=8,
-    )
-    model = ViT(10, patch_size=16, width=24, depth=2, heads=3)
-    task = Classifier(model, 10, OPTIMIZERS["adamw"], task_incremental=True)
-    metrics = ContinualMetrics(when="aggregated")
-    trainer = fit(task, stream, [APFL(), metrics], reductions={"model.head.*": "none"}, seed=0)
-    assert set(personal_model(memory_of(trainer, "0"))) == {name for name, _ in task.named_parameters()}
-    assert set(metrics.record["rounds"][-1]["correct"]) == {"server", "0", "1", "2"}
-
-
 def test_what_a_client_keeps_does_not_change_before_its_round_is_done(make_task):
     method, server = APFL(0.5), {"w": torch.zeros(2)}
     method._trainable = ["w"]
@@ -256,22 +180,11 @@ def test_mix():
     torch.testing.assert_close(mix(v, w, torch.tensor(0.3)), {"a": torch.tensor([1.6, 0.52])})
 
 
-def test_refusals(fit, make_stream, make_task, quiet):
-    with pytest.raises(ValueError, match="for `APFL` but got a plain one: with a single client"):
-        L.Trainer(max_epochs=1, callbacks=[APFL()], **quiet).fit(make_task(), datamodule=make_stream(clients=1))
-    with pytest.raises(ValueError, match="`APFL` trains one client at a time"):
-        fit(make_task(), make_stream(), [APFL()], cohort_size=2)
+@pytest.mark.seconds
+@pytest.mark.parametrize("keep", [False, True])
+def test_resumed_is_uninterrupted(assert_resumes, make_task, keep):
+    def make(seed=0):
+        return make_task(OPTIMIZERS["adamw"], seed=seed)
 
-    class Plain(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = nn.Linear(6, 4)
-
-        def training_step(self, batch, batch_idx):
-            return self.model(batch[0]).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    with pytest.raises(ValueError, match="a module that states its loss apart for `APFL`"):
-        fit(Plain(), make_stream(), [APFL()])
+    options = {"client_store": "disk", "keep_optimizer": keep, "participation": 2}
+    assert_resumes(make, lambda: APFL(0.3, 0.2), **options)

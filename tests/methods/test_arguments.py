@@ -33,6 +33,7 @@ WRONG = {
     "FLwF": {"alpha": -0.1, "temperature": 0.0},
     "FLwF2T": {"alpha": 1.1, "temperature": 0.0, "mean_over": "samples", "previous": "dead"},
     "FOT": {"eps": 0.0},
+    "Fed3R": {"beta": -1.0, "temperature": 0},
     "FedCBDR": {"max_size": 0, "old_temperature": 0, "new_temperature": 0, "old_weight": -1, "new_weight": -1},
     "FedKNOW": {"temperature": 0, "tune_epochs": -1, "rho": 2},
     "FedNTD": {"beta": -1.0, "temperature": 0.0},

@@ -5,7 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.callbacks import CCVR, ContinualMetrics
+from lightning_fcl.callbacks import CCVR, ContinualMetrics, Fed3R
 from lightning_fcl.methods.heads import decoupled_logits, draw_gaussian, gaussian, last_layer
 from lightning_fcl.models import MLP
 
@@ -74,13 +74,14 @@ def accuracy(task, stream):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("covariance", ["full", "diagonal"])
-def test_the_head_learns_all_classes_from_moments_alone(fit, make_stream, make_task, covariance):
+@pytest.mark.parametrize("options", [{}, {"covariance": "diagonal"}, {"logit_norm": 0.3}])
+def test_the_head_learns_all_classes_from_moments_alone(fit, make_stream, make_task, options):
     found = []
     for seed in range(3):
         task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
         before = {name: value.clone() for name, value in task.state_dict().items()}
-        fit(task, stream, [CCVR(covariance, learning_rate=0.1, epochs=20)])
+        trainer = fit(task, stream, [CCVR(learning_rate=0.1, epochs=20, **options)])
+        assert trainer.strategy.server.kept_for("CCVR")["task"].tolist() == [1, 1, 2, 2]  # in which they came
         found.append(accuracy(task, stream))
         assert all(torch.equal(task.state_dict()[name], value) for name, value in before.items() if "3." not in name)
     assert sum(found) / 3 > 0.7, found  # chance is 0.25
@@ -103,18 +104,12 @@ def test_only_an_experiences_last_round_calibrates_and_classes_to_come_stay(fit,
     assert [sent[1] - sent[0], sent[3] - sent[2]] == [8 * 4 * (6 + 15)] * 2
 
 
-@pytest.mark.seconds
-def test_resumed_is_uninterrupted(assert_resumes, make_task):
-    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: CCVR(samples=20))
-
-
-def test_refused(fit, make_stream, make_task, train, samples):
-    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `CCVR`'):
-        train(make_task(), [CCVR()], samples())
+@pytest.mark.parametrize("kind", [CCVR, Fed3R])
+def test_a_last_layer_without_a_bias_is_refused(fit, make_stream, make_task, kind):
     without = MLP([6, 5, 4])
     without[-1] = torch.nn.Linear(5, 4, bias=False)
     with pytest.raises(ValueError, match=r"Expected a module whose last layer is an `nn\.Linear` with a bias"):
-        fit(make_task(model=without), make_stream(), [CCVR()])
+        fit(make_task(model=without), make_stream(), [kind()])
 
 
 def test_decoupled_logits_have_one_mean_norm_over_tasks_whatever_a_class_s_weights_are():
@@ -126,15 +121,3 @@ def test_decoupled_logits_have_one_mean_norm_over_tasks_whatever_a_class_s_weigh
     torch.testing.assert_close(found / found[:, :1], logits / logits[:, :1])  # none moves against another
     torch.testing.assert_close(decoupled_logits(40 * logits, task, 0.1), found)
     torch.testing.assert_close(decoupled_logits(logits, 0 * task, 0.1).norm(dim=1), norms)  # of one task
-
-
-@pytest.mark.seconds
-def test_classes_are_of_the_task_in_which_they_came(fit, make_stream, make_task, assert_resumes):
-    found = []
-    for seed in range(3):
-        task, stream = make_task(still, MLP([6, 32, 4]), seed), make_stream(partition="dirichlet")
-        trainer = fit(task, stream, [CCVR(learning_rate=0.1, epochs=20, logit_norm=0.3)])
-        assert trainer.strategy.server.kept_for("CCVR")["task"].tolist() == [1, 1, 2, 2]
-        found.append(accuracy(task, stream))
-    assert sum(found) / 3 > 0.7, found  # chance is 0.25
-    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: CCVR(samples=20, logit_norm=0.1))

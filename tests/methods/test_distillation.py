@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client, Step, remember, section
-from lightning_fcl.methods.compose import check_compatible
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import teacher_of
+
+from .test_fedprox import Detour
 
 pytestmark = pytest.mark.rounding
 
@@ -95,27 +95,6 @@ def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
     assert FLwF2T().on_download(Client(memory, trained, client_round)) is memory
 
 
-def lwf_memory(task, old, classes=4):
-    mask = torch.zeros(classes, dtype=torch.bool)
-    mask[old] = True
-    return {"old": mask, **remember(task.state_dict(), "teacher")}
-
-
-def test_lwf_distils_old_classes_only(step, make_task):
-    teacher = make_task(seed=3)
-    expected = kd(step.output[:, [1, 3]], teacher(step.x)[:, [1, 3]])
-    torch.testing.assert_close(LwF(2.5).penalty(Client(lwf_memory(teacher, [1, 3])), step), 2.5 * expected)
-
-
-@pytest.mark.parametrize(("strength", "old"), [(0.0, [0, 1]), (3.0, [])])
-def test_lwf_that_adds_nothing(step, make_task, strength, old):
-    value = torch.as_tensor(LwF(strength).penalty(Client(lwf_memory(make_task(seed=3), old)), step))
-    assert value.item() == 0.0
-    if value.requires_grad:  # no gradient either, and none that is not a number
-        grads = torch.autograd.grad(value, list(step.params.values()))
-        assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
-
-
 @pytest.mark.parametrize(("teacher", "of"), [("own", 2), ("server", 0)])
 def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
     method, states = LwF(teacher=teacher), [make_task(seed=s).state_dict() for s in range(4)]
@@ -188,25 +167,6 @@ def test_methods_add_up_in_either_order(make_task, samples, train, by_hand, asse
     by_hand(copied, data, loss, begin=lambda epoch: teachers.append(frozen(copied)))
     assert_same(first, copied)
     assert_same(second, first)
-
-
-def test_two_methods_that_weigh_the_task_loss(make_task, samples, train):
-    message = "Expected at most one method that weighs the task loss but got FLwF2T and FLwF. Remove one."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        train(make_task(), [FLwF2T(), FedProx(), FLwF()], samples())
-
-
-def test_a_method_twice():
-    message = "Expected each method once but got `LwF` 2 times. Remove the others."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_compatible([LwF(), FedProx(), LwF()])
-
-
-class Detour(Classifier):
-    """A task whose training step goes round its own forward."""
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.model(batch[0]), batch[1])
 
 
 def test_a_training_step_that_does_not_call_self(samples, train):

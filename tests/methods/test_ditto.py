@@ -6,14 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto
+from lightning_fcl.callbacks import APFL, Ditto
 from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.5),
-}
+from .test_apfl import OPTIMIZERS
 
 
 def personal(trainer, client):
@@ -57,16 +53,6 @@ def test_equals_the_papers_algorithm_by_hand(fit, make_stream, make_task, assert
         assert (own.model[1].weight - w.model[1].weight).abs().max() > 1e-3
 
 
-def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, make_task, assert_same):
-    tasks, sent = [make_task(), make_task()], []
-    for task, methods in zip(tasks, ([Ditto(0.5)], []), strict=True):
-        metrics = ContinualMetrics()
-        fit(task, make_stream(rounds_per_experience=2), [*methods, metrics], cohort_size=1, participation=2, seed=0)
-        sent.append([entry["upload_bytes"] for entry in metrics.record["rounds"]])
-    assert_same(*tasks, 0)
-    assert sent[0] == sent[1]
-
-
 def test_without_weight_the_personal_model_is_a_local_one_to_the_bit(fit, make_stream, make_task):
     options = {"cohort_size": 1, "local_epochs": 2, "seed": 0}
     ditto = fit(make_task(), make_stream(rounds_per_experience=2), [Ditto(0.0)], **options)
@@ -75,24 +61,6 @@ def test_without_weight_the_personal_model_is_a_local_one_to_the_bit(fit, make_s
         torch.testing.assert_close(
             personal(ditto, client), local.strategy.server.store[client]["model"], rtol=0, atol=0
         )
-
-
-def test_with_great_weight_it_stays_where_the_server_is(fit, make_stream, make_task):
-    task = make_task(lambda params: torch.optim.SGD(params, lr=0.001))
-    start = copy.deepcopy(task.state_dict())
-    trainer = fit(task, make_stream(), [Ditto(900.0)], max_epochs=1, local_epochs=3)
-    for value, begun in zip(personal(trainer, "0").values(), start.values(), strict=True):
-        torch.testing.assert_close(value, begun, rtol=0, atol=5e-3)
-
-
-def test_a_client_predicts_with_its_personal_model(fit, make_stream, make_task):
-    trainer = fit(make_task(), make_stream(), [Ditto(0.1), ContinualMetrics(when="aggregated")], max_epochs=1)
-    state = trainer.strategy.client_state("1")
-    torch.testing.assert_close(state, personal(trainer, "1"), rtol=0, atol=0)
-    other = fit(make_task(), make_stream(), [Ditto(0.1, clients=["0"])], max_epochs=1)
-    torch.testing.assert_close(
-        other.strategy.client_state("1"), dict(other.lightning_module.state_dict()), rtol=0, atol=0
-    )
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -109,10 +77,6 @@ def test_it_goes_beside_apfl(fit, make_stream, make_task):
     torch.testing.assert_close(personal(trainer, "0"), personal(alone, "0"), rtol=0, atol=0)
 
 
-def test_what_it_cannot_work_with_is_refused(fit, make_stream, make_task, samples, train):
-    with pytest.raises(ValueError, match="for `Ditto` but got a plain one: with a single client there is no shared"):
-        train(make_task(), [Ditto()], samples())
+def test_accumulated_gradients_are_refused(fit, make_stream, make_task):
     with pytest.raises(ValueError, match="Expected `accumulate_grad_batches=1` for `Ditto`"):
         fit(make_task(), make_stream(), [Ditto()], trainer_args={"accumulate_grad_batches": 2})
-    with pytest.raises(ValueError, match="`Ditto` trains one client at a time"):
-        fit(make_task(), make_stream(), [Ditto()], cohort_size=2)

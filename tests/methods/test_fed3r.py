@@ -3,18 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch import nn
+from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl import FederatedStream, Swarm
 from lightning_fcl.callbacks import Fed3R
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.methods.heads import last_layer
-from lightning_fcl.models import MLP
 
-
-def still(params):
-    return torch.optim.SGD(params, lr=0.0)
+from .test_ccvr import still
 
 
 def ridge(features, labels, classes, beta):
@@ -37,14 +33,6 @@ def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
     x, y = stream.take(np.concatenate(own))
     with torch.no_grad():
         return ridge(task.embed(x).numpy(), y.numpy(), task.num_classes, beta) / temperature
-
-
-class NoBias(MLP):
-    """An MLP whose last layer has none."""
-
-    def __init__(self, sizes):
-        super().__init__(sizes)
-        self[-1] = nn.Linear(*sizes[-2:], bias=False)
 
 
 class Layers(Callback):
@@ -120,25 +108,6 @@ def test_sums_travel_once_in_an_experience(fit, make_stream, make_task):
     assert more == [3 * 8 * (4 * 6 + 21), 0] * 2
 
 
-def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_same, tmp_path):
-    def stream():
-        return make_stream(rounds_per_experience=2)
-
-    whole, again = make_task(), make_task(seed=9)
-    saving = {"enable_checkpointing": True}
-    every = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    fit(whole, stream(), [Fed3R(), every], trainer_args=saving)
-    for epoch in (0, 1, 2):
-        fit(again, stream(), [Fed3R()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
-        assert_same(again, whole, 0)
-
-
-def test_refused(fit, make_stream, make_task, train, samples):
-    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `Fed3R`'):
-        train(make_task(), [Fed3R()], samples())
+def test_samples_that_come_again_are_refused(fit, make_stream, make_task):
     with pytest.raises(ValueError, match='Expected a stream with `history="round"` for `Fed3R` but got "seen"'):
         fit(make_task(), make_stream(history="seen"), [Fed3R()])
-    with pytest.raises(ValueError, match=r"Expected a module whose last layer is an `nn\.Linear` with a bias"):
-        fit(make_task(model=NoBias([6, 5, 4])), make_stream(), [Fed3R()])
-    with pytest.raises(ValueError, match="Expected `temperature` to be above 0 but got 0"):
-        Fed3R(temperature=0)

@@ -16,11 +16,9 @@ from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.rehearsal import leverage
 from lightning_fcl.models import MLP
 
+from .test_ccvr import still
+
 pytestmark = pytest.mark.rounding
-
-
-def still(params):
-    return torch.optim.SGD(params, lr=0.0)
 
 
 def wide(make_task, optimizer=still, seed=0):
@@ -156,13 +154,3 @@ def test_equal_weights_are_a_learning_rate(fit, make_stream, make_task, assert_s
         method = FedCBDR(20, old_weight=weight, new_weight=weight)
         fit(task, make_stream(rounds_per_experience=2), [method], cohort_size=cohort_size)
     assert_same(*tasks, 1e-5)
-
-
-@pytest.mark.seconds
-def test_resumed_is_uninterrupted(assert_resumes, make_task):
-    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: FedCBDR(20, 0.9, 1.1, 1.1, 0.9), client_store="disk")
-
-
-def test_refused(train, make_task, samples):
-    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `FedCBDR`'):
-        train(make_task(), [FedCBDR()], samples())

@@ -51,18 +51,6 @@ def test_it_is_the_papers_algorithm(fit, make_stream, make_task, assert_same, pa
     assert_same(task, hand, 1e-5)
 
 
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_without_weight_it_is_fedavg_and_keeps_nothing(fit, make_stream, make_task, assert_same, size):
-    tasks = [make_task() for _ in range(3)]
-    for task, methods in zip(tasks, ([FedDyn(0.0)], [], [FedDyn(0.1)]), strict=True):
-        trainer = fit(task, make_stream(rounds_per_experience=2), methods, cohort_size=size, **UNIFORM)
-        used = bool(methods and methods[0].alpha)
-        assert bool(trainer.strategy.server.store["0"]) == bool(trainer.strategy.server.extra) == used
-    assert_same(tasks[0], tasks[1], 0 if size == 1 else 1e-6)
-    with pytest.raises(AssertionError):
-        assert_same(tasks[1], tasks[2], 1e-4)
-
-
 @pytest.mark.seconds
 @pytest.mark.parametrize(("participation", "rounds"), [(1.0, 20), (2, 50)])
 def test_its_fixed_point_is_the_minimum_of_all_losses_where_fedavg_has_another(fit, participation, rounds):
@@ -88,12 +76,7 @@ def test_it_sends_what_fedavg_sends_and_leaves_own_parameters_alone(fit, make_st
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_resumed_is_uninterrupted(assert_resumes, make_task, size):
-    assert_resumes(make_task, lambda: FedDyn(0.1), client_weights="uniform", cohort_size=size)
-
-
-def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, samples, train):
+def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task):
     for options, message in (
         ({}, '`client_weights="uniform"` for `FedDyn`'),
         (
@@ -113,5 +96,3 @@ def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task, 
             fit(make_task(), make_stream(), [head, FedDyn()], **UNIFORM)
     with pytest.raises(ValueError, match=r"for `FedDyn`, .* but got `clients="):
         fit(make_task(), make_stream(), [FedDyn(clients=["1"])], **UNIFORM)
-    with pytest.raises(ValueError, match="for `FedDyn` but got a plain one"):
-        train(make_task(), [FedDyn()], samples())

@@ -65,11 +65,6 @@ def test_it_sends_one_number_more_and_leaves_own_parameters_alone(fit, make_stre
     torch.testing.assert_close(*own, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_resumed_is_uninterrupted(assert_resumes, make_task, size):
-    assert_resumes(make_task, FedNova, cohort_size=size)
-
-
 def test_a_method_that_uploads_trains_side_by_side_only_where_it_says_so(fit, make_stream, make_task, assert_same):
     class Halves(Method):
         def upload(self, client, own):
@@ -87,11 +82,7 @@ def test_a_method_that_uploads_trains_side_by_side_only_where_it_says_so(fit, ma
         fit(make_task(), make_stream(), [Halves()], cohort_size=2)
 
 
-def test_what_it_cannot_work_with_is_refused(fit, make_stream, make_task, samples, train):
-    with pytest.raises(ValueError, match=r"for `FedNova`, .* but got `clients="):
-        fit(make_task(), make_stream(), [FedNova(clients=["1"])])
-    with pytest.raises(ValueError, match="for `FedNova` but got a plain one"):
-        train(make_task(), [FedNova()], samples())
+def test_nodes_may_leave_but_not_miss_a_synchronisation(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"for `FedNova`, .* but got a `Swarm`"):
         fit(make_task(), make_stream(), [FedNova()], swarm=Swarm(missing={"1": [0]}))
     fit(make_task(), make_stream(), [FedNova()], swarm=Swarm(leaves={"1": 1}))

@@ -30,30 +30,28 @@ def make_task(optimizer=torch.optim.AdamW):
 
 
 class Stages(Callback):
-    """The state after every step, with the local epoch of the step and its client."""
+    """Which parts every step has changed, with its client's round and its local epoch."""
 
     def __init__(self):
         self.steps = []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.now = (
-            trainer.strategy.client_round.client,
-            trainer.strategy.round.local_epoch,
-            copy.deepcopy(module.state_dict()),
-        )
+        self.now = (trainer.strategy.client_round, trainer.strategy.round.local_epoch)
+        self.before = copy.deepcopy(module.state_dict())
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if not trainer.strategy.round.last_batch:  # then the module holds the server's or another client's state
-            self.steps.append((*self.now, copy.deepcopy(module.state_dict())))
+            after = module.state_dict().items()
+            changed = {name.split(".")[1] for name, value in after if not torch.equal(value, self.before[name])}
+            self.steps.append((*self.now, changed))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_what_is_not_trained_is_frozen_to_the_bit(fit, make_stream, optimizer):
     task, stages = make_task(optimizer), Stages()
     fit(task, make_stream(drop_last=True), [FedRep(2, 3), stages], max_epochs=2, reductions=OWN)
-    assert {epoch for _, epoch, *_ in stages.steps} == {0, 1, 2, 3, 4}
-    for _, epoch, before, after in stages.steps:
-        changed = {name.split(".")[1] for name, value in after.items() if not torch.equal(value, before[name])}
+    assert {epoch for _, epoch, _ in stages.steps} == {0, 1, 2, 3, 4}
+    for _, epoch, changed in stages.steps:
         assert changed == ({"head"} if epoch < 2 else {"body"})
     assert all(p.requires_grad for p in task.parameters())
 
@@ -115,10 +113,9 @@ def test_a_client_without_it_trains_the_whole(fit, make_stream):
     stages = Stages()
     stream, method = make_stream(drop_last=True), FedRep(1, 1, clients=["0"])
     fit(make_task(), stream, [method, stages], max_epochs=1, reductions=OWN, local_epochs=2)
-    for client, epoch, before, after in stages.steps:
-        changed = {name.split(".")[1] for name, value in after.items() if not torch.equal(value, before[name])}
+    for part, epoch, changed in stages.steps:
         staged = {"head"} if epoch < 1 else {"body"}
-        assert changed == (staged if client == "0" else {"head", "body"})
+        assert changed == (staged if part.client == "0" else {"head", "body"})
 
 
 def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
@@ -134,14 +131,8 @@ def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
         assert [p.requires_grad for p in task.parameters()] == learn
 
 
-def test_refusals(fit, make_stream, quiet):
+def test_refusals(fit, make_stream):
     with pytest.raises(ValueError, match=r'has the reduction "mean". Give the strategy `reductions=\{"model.head.\*"'):
         fit(make_task(), make_stream(), [FedRep()])
     with pytest.raises(ValueError, match=r"`model.tail.\*` matches 0 of 6"):
         fit(make_task(), make_stream(), [FedRep(head="model.tail.*")])
-    with pytest.raises(ValueError, match="for `FedRep` but got a plain one"):
-        L.Trainer(max_epochs=1, callbacks=[FedRep()], **quiet).fit(make_task(), datamodule=make_stream(clients=1))
-    with pytest.raises(ValueError, match="`FedRep` trains one client at a time"):
-        fit(make_task(), make_stream(), [FedRep()], reductions=OWN, cohort_size=2)
-    with pytest.raises(ValueError, match="trains parts of the module in stages but got FedViT and FedRep"):
-        fit(make_task(), make_stream(), [FedViT(), FedRep()], reductions=OWN)

@@ -58,15 +58,6 @@ def test_outputs_do_not_move_for_inputs_in_the_basis(fit, make_stream, make_task
         assert ((plain.weights[3][name] - plain.weights[1][name]) @ basis).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_with_an_empty_basis_it_is_fedavg(fit, make_stream, make_task, assert_same, network):
-    tasks = [make(make_task, network), make(make_task, network)]
-    stream = {"experiences": 1, "rounds_per_experience": 3}
-    fit(tasks[0], make_stream(**stream), [FOT()])
-    fit(tasks[1], make_stream(**stream), [])
-    assert_same(*tasks, 0)
-
-
 @pytest.mark.seconds
 def test_the_basis_is_nearly_the_best_of_its_size_for_all_clients_inputs(fit, make_stream, make_task):
     missing = []
@@ -178,14 +169,6 @@ def test_it_forgets_less_than_fedavg(fit, make_stream, make_task):
     assert sum(ours) < 0.5 * sum(plain)
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize("options", [{"cohort_size": 1}, {"participation": 0.6}])
-def test_resumed_is_uninterrupted(assert_resumes, make_task, options):
-    assert_resumes(lambda seed=0: make(make_task), lambda: FOT(eps=0.8), **options)
-
-
-def test_refused(fit, make_stream, make_task, train, samples):
-    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `FOT`'):
-        train(make_task(), [FOT()], samples())
+def test_refused(fit, make_stream, make_task):
     with pytest.raises(ValueError, match="Expected a module with linear or convolutional layers that learn"):
         fit(make_task(), make_stream(), [FOT()], reductions={"*": "median"})

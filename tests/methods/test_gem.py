@@ -1,7 +1,6 @@
 """GEM and A-GEM: what is remembered, what becomes of the gradient, and the same training by hand."""
 
 import copy
-import re
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import project
 
 pytestmark = pytest.mark.rounding
-
-METHODS = {"GEM": lambda: GEM(1.0), "A-GEM": lambda: AGEM(1.0)}
 
 
 def generator(seed=0):
@@ -138,19 +135,6 @@ def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
     assert caplog.messages == ["2 of 9 samples have numbers that are not finite: they are not remembered."]
 
 
-def test_an_empty_memory_constrains_nothing():
-    def never(x, y):
-        raise AssertionError("no samples, no gradient of them")
-
-    gradient = torch.ones(3)
-    for method in (GEM(), AGEM()):
-        assert method.project(Client(), gradient, never) is gradient
-        assert (
-            method.project(Client(method.on_download(Client(part=ClientRound("a", 4, experience=4)))), gradient, never)
-            is gradient
-        )
-
-
 @pytest.mark.parametrize("participation", [1.0, 1])
 def test_every_client_remembers_every_task_of_its_own(fit, make_stream, make_task, participation):
     owners = np.array(["a", "b", "c"])[np.arange(240) // 4 % 3]
@@ -209,14 +193,16 @@ def test_many_tasks_are_the_quadratic_program_by_hand(make_task, samples, train,
     assert_same(task, copied)
 
 
-@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.2, 1), (None, 2)])
 @pytest.mark.parametrize("method", [lambda: GEM(1.0, margin=0.0), lambda: AGEM(1.0)])
-def test_one_task_is_the_closed_form_before_any_clipping(make_task, samples, train, assert_same, method, clip):
-    method, task, first, second = method(), make_task(), samples([0, 1]), samples([2, 3], seed=1)
+def test_one_task_is_the_closed_form_before_any_clipping(
+    make_task, samples, train, assert_same, method, clip, accumulate
+):
+    method, task, first, second = method(), make_task(), samples([0, 1]), samples([2, 3], number=16, seed=1)
     train(task, [method], first)
     copied = copy.deepcopy(task)
-    train(task, [method], second, gradient_clip_val=clip)
-    assert by_hand_projected(copied, second, [first], one_by_closed_form, clip=clip)
+    train(task, [method], second, gradient_clip_val=clip, accumulate_grad_batches=accumulate)
+    assert by_hand_projected(copied, second, [first], one_by_closed_form, batch=8 * accumulate, clip=clip)
     assert_same(task, copied)
 
 
@@ -242,15 +228,6 @@ def test_a_gem_draws_its_reference():
     for _ in range(3):
         AGEM(batch_size=5).project(Client(memory), -torch.ones(2), gradient_of)
     assert all(len(set(batch)) == 5 for batch in drawn) and len(set(drawn)) == 3
-
-
-def test_accumulated_gradients_are_projected_once(make_task, samples, train, assert_same):
-    method, task, first, second = GEM(1.0, margin=0.0), make_task(), samples([0, 1]), samples([2, 3], number=16, seed=1)
-    train(task, [method], first)
-    copied = copy.deepcopy(task)
-    train(task, [method], second, accumulate_grad_batches=2)
-    assert by_hand_projected(copied, second, [first], one_by_closed_form, batch=16)
-    assert_same(task, copied)
 
 
 class Noisy(nn.Module):
@@ -321,31 +298,6 @@ def test_gradients_are_taken_in_the_trainer_s_precision(make_task, samples, trai
 # Where it runs.
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, assert_same, method):
-    tasks = []
-    for strategy in ("auto", None):
-        task = make_task()
-        stream = make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80)
-        fit(task, stream, [METHODS[method]()], strategy=strategy)
-        tasks.append(task)
-    assert_same(*tasks, 1e-5)
-    fine = make_task()
-    fit(fine, make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80))
-    with pytest.raises(AssertionError):
-        assert_same(fine, tasks[0], 1e-3)
-
-
-def test_a_client_that_diverges_is_refused_alone(fit, make_stream, make_task):
-    stream = make_stream()
-    stream.setup("fit")
-    stream.samples.x[torch.from_numpy(stream.plan.train[1]["1"])] = float("nan")
-    task = make_task()
-    trainer = fit(task, stream, [GEM(0.5)])
-    assert set(trainer.strategy.server.record.dropped) == {"1"}
-    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
-
-
 def test_remembers_no_rehearsed_samples(make_task, samples, train):
     first, second = samples([0, 1]), samples([2, 3], seed=1)
     for order in (lambda a, b: [a, b], lambda a, b: [b, a]):
@@ -371,9 +323,6 @@ def test_goes_with_a_penalty(make_task, samples, train, assert_same):
     assert_same(task, copied)
 
 
-def test_what_it_cannot_work_with(make_task, samples, train):
-    message = "Expected at most one method that changes the gradient but got GEM and AGEM. Remove one."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        train(make_task(), [GEM(), FedProx(0.1), AGEM()], samples())
+def test_what_are_no_pairs_is_not_remembered():
     with pytest.raises(TypeError, match=r"Expected samples `\[x, y\]` to remember but got 3 parts"):
         remember_task({}, [1, 2, 3], ClientRound("a", 0), 1, generator())

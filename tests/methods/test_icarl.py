@@ -1,5 +1,7 @@
 """iCaRL: herding, exemplars, distillation, and prediction by the nearest mean."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -83,12 +85,14 @@ def test_training_is_lwf_beside_remembered_samples(make_task, samples, train, as
 
 
 class Trained(Callback):
+    """Each client's state after its latest training, and the round of it."""
+
     def __init__(self):
-        self.states = {}
+        self.states, self.rounds = {}, {}
 
     def on_client_end(self, trainer, pl_module, client_round):
-        state = {name: value.clone() for name, value in pl_module.state_dict().items()}
-        self.states[client_round.client] = state
+        self.states[client_round.client] = copy.deepcopy(pl_module.state_dict())
+        self.rounds[client_round.client] = client_round.round
 
 
 @pytest.mark.parametrize("cohort_size", [1, 3])

@@ -13,14 +13,17 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier
-from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
+from lightning_fcl.callbacks import EWC, MAS, FedRep
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.methods import sample_gradients as module_under_test
 from lightning_fcl.methods.client import Client, Step, section
-from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
+from lightning_fcl.methods.functional import trainable
+from lightning_fcl.methods.importance import fisher_information, output_sensitivity
 from lightning_fcl.methods.sample_gradients import Outer, outer_gradients, over_samples, sample_gradients, squared_norms
 from lightning_fcl.models import MLP
+
+from .test_icarl import Trained
 
 pytestmark = pytest.mark.rounding
 
@@ -104,8 +107,8 @@ def by_loop(task, kind, x, y):
 
 
 def of(kind, task, x, y):
-    state = task.state_dict()
-    return fisher_information(task, state, x, y) if kind == "EWC" else output_sensitivity(task, state, x)
+    state, names = task.state_dict(), [*trainable(task)]
+    return fisher_information(task, state, x, y, names) if kind == "EWC" else output_sensitivity(task, state, x, names)
 
 
 def assert_close(left, right):
@@ -169,38 +172,6 @@ def test_importance_leaves_everything_alone(make_task, samples, kind, model):
     assert [module.training for module in task.modules()] == modes
     torch.testing.assert_close(dict(task.state_dict()), dict(state), rtol=0, atol=0)
     torch.testing.assert_close([p.grad for p in task.parameters()], grads, rtol=0, atol=0)
-
-
-def test_mas_does_not_look_at_labels(make_task, samples, train):
-    x, y = samples()
-    memories = {}
-    for kind, method in KINDS.items():
-        for labels in (y, y.roll(1)):
-            used, task = method(STRENGTHS[kind]), make_task(lambda params: torch.optim.SGD(params, lr=0.0))
-            train(task, [used], (x, labels))
-            memories.setdefault(kind, []).append(section(used.memory, "importance"))
-    torch.testing.assert_close(*memories["MAS"], rtol=0, atol=0)
-    with pytest.raises(AssertionError):  # the true labels are EWC's
-        assert_close(*memories["EWC"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_penalty_and_its_gradient(kind):
-    params = {"a": torch.randn(3, 2, requires_grad=True), "b": torch.randn(2, requires_grad=True)}
-    center = {name: torch.randn_like(p) for name, p in params.items()}
-    weights = {name: torch.rand_like(p) for name, p in params.items()}
-    memory = {f"center.{n}": v for n, v in center.items()} | {f"importance.{n}": v for n, v in weights.items()}
-    method = KINDS[kind](3.0)
-    value = method.penalty(Client(memory), Step(params, {}, None, torch.zeros(1), None))
-    expected = sum(1.5 * float(weights[n].flatten() @ (params[n].detach() - center[n]).flatten() ** 2) for n in params)
-    assert value.item() == pytest.approx(expected, rel=1e-5)
-    value.backward()
-    for name, p in params.items():
-        torch.testing.assert_close(p.grad, 3 * weights[name] * (p.detach() - center[name]))
-    there = {name: value.clone().requires_grad_() for name, value in center.items()}
-    at_center = quadratic_penalty(there, center, weights)
-    at_center.backward()
-    assert at_center == 0 and not any(p.grad.any() for p in there.values())
 
 
 @pytest.mark.parametrize(("decay", "normalize"), [(1.0, False), (0.25, False), (1.0, True), (0.25, True)])
@@ -304,16 +275,13 @@ def test_one_client_is_the_plain_trainer(fit, make_stream, make_task, assert_sam
 @pytest.mark.parametrize("cohort_size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_size):
-    stream, task, trained = make_stream(experiences=1, rounds_per_experience=2), make_task(), {}
+    stream, task, trained = make_stream(experiences=1, rounds_per_experience=2), make_task(), Trained()
 
-    class Keep(L.Callback):
-        def on_client_end(self, trainer, pl_module, client_round):
-            trained[client_round.client] = make_task()
-            trained[client_round.client].load_state_dict(pl_module.state_dict())
-
-    trainer = fit(task, stream, [KINDS[kind](STRENGTHS[kind]), Keep()], cohort_size=cohort_size)
-    assert len(trained) == 3
-    for client, own in trained.items():
+    trainer = fit(task, stream, [KINDS[kind](STRENGTHS[kind]), trained], cohort_size=cohort_size)
+    assert len(trained.states) == 3
+    own = make_task()
+    for client, state in trained.states.items():
+        own.load_state_dict(state)
         memory = trainer.strategy.server.store[client][kind]
         x, y = stream.take(stream.plan.train[1][client])
         assert_close(section(memory, "importance"), by_loop(own, kind, x, y))
@@ -323,27 +291,17 @@ def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_siz
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_task, kind):
-    stream, trained = make_stream(rounds_per_experience=2), {}
+    stream, trained = make_stream(rounds_per_experience=2), Trained()
 
-    class Keep(L.Callback):
-        def on_client_end(self, trainer, pl_module, client_round):
-            trained[client_round.client] = make_task()
-            trained[client_round.client].load_state_dict(pl_module.state_dict())
-
-    methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head="model.3.*"), Keep()]
+    methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head="model.3.*"), trained]
     trainer = fit(make_task(), stream, methods, reductions={"model.3.*": "none"})
-    assert len(trained) == 3
-    for client, own in trained.items():
+    assert len(trained.states) == 3
+    own = make_task()
+    for client, state in trained.states.items():
+        own.load_state_dict(state)
         found = section(trainer.strategy.server.store[client][kind], "importance")
         assert_close(found, by_loop(own, kind, *stream.take(stream.plan.train[3][client])))
         assert all(value.any() for value in found.values())
-
-
-def test_remembered_samples_do_not_count(make_task, samples, train):
-    task, method = make_task(), EWC(5.0, decay=0.0)
-    for part in (samples([0, 2]), samples([1, 3], seed=1)):
-        train(task, [Replay(5), method], part)
-        assert_close(section(method.memory, "importance"), by_loop(task, "EWC", *part))
 
 
 def test_double_precision(make_task, samples, train):
@@ -353,8 +311,8 @@ def test_double_precision(make_task, samples, train):
         assert all(value.dtype == torch.float64 for value in used.memory.values())
 
 
-class Lossless(L.LightningModule):
-    """A module that does not state its loss apart, and puts out more than a tensor."""
+class Pair(L.LightningModule):
+    """A module that puts out more than a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -370,13 +328,7 @@ class Lossless(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_modules_that_are_refused(samples, train):
-    message = (
-        "Expected a module that states its loss apart for `EWC`, as `Classifier` does in `sample_loss(output, y)`, but "
-        "got a `Lossless`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        train(Lossless(), [EWC()], samples())
-    message = "Expected `Lossless.forward` to return a tensor but got tuple. Return the logits alone."
+def test_an_output_that_is_no_tensor_is_refused(samples, train):
+    message = "Expected `Pair.forward` to return a tensor but got tuple. Return the logits alone."
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        train(Lossless(), [MAS()], samples())
+        train(Pair(), [MAS()], samples())

@@ -12,13 +12,10 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, FedRep, LVTMethod
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
-from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.lvt import attention_loss
 from lightning_fcl.models import LVT
 
 KEYS = ("model.external_key", "model.external_bias")
@@ -95,18 +92,6 @@ def by_hand(task, data, known, gamma=1.0, alpha=1.0, beta=0.5, temperature=2.0, 
 # Its parts.
 
 
-def test_the_attention_loss():
-    torch.manual_seed(0)
-    key, previous, gradient = ({"a": torch.randn(3, 2), "b": torch.randn(4)} for _ in range(3))
-    expected = sum(float((gradient[n] * (key[n] - previous[n])).abs().sum()) for n in "ab")
-    assert float(attention_loss({**key, "other": torch.ones(1)}, previous, gradient)) == pytest.approx(expected)
-    here = {name: value.clone().requires_grad_() for name, value in previous.items()}
-    loss = attention_loss(here, previous, gradient)
-    assert float(loss) == 0
-    loss.backward()
-    assert not any(value.grad.any() for value in here.values())
-
-
 def test_distillation_among_some_classes_is_that_of_their_logits():
     torch.manual_seed(0)
     student, teacher = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
@@ -133,17 +118,6 @@ def test_what_is_remembered_of_a_task(make_net, samples, train):
         torch.testing.assert_close(method.memory[name], torch.cat([old, new]))
     assert method.memory["task"].tolist() == [0] * len(one[1]) + [1] * len(two[1])
     assert method.memory["y"].bincount().tolist() == [3, 3, round(0.3 * 5), round(0.3 * 15)]
-
-
-def test_only_at_the_end_of_a_task(make_net, samples, train):
-    class Watch(LVTMethod):
-        def on_download(self, client):
-            seen.append(set(client.memory))
-            return super().on_download(client)
-
-    seen, method, task = [], Watch(), make_net()
-    train(task, [method], samples([0, 1]), epochs=3)
-    assert seen == [set()] * 3 and {"x", "y", "logits", "task"} < set(method.memory)
 
 
 # The loss.
@@ -200,32 +174,6 @@ def test_a_sample_is_told_apart_among_its_task_s_classes(make_net, samples, trai
     assert_same(task, copied, 1e-5)
 
 
-def test_a_task_that_ends_again_takes_its_own_place(make_net, samples):
-    method, task = LVTMethod(rho=1.0), make_net()
-    memory = {}
-    for experience, seed, number in ((0, 0, 4), (1, 1, 5), (0, 2, 6)):
-        x, y = samples([0, 1], number, seed)
-        memory = method.end_round(
-            Client(memory, part=ClientRound("a", 0, experience), module=task), task.state_dict(), [x, y]
-        )
-    assert memory["task"].tolist() == [1] * 5 + [0] * 6
-    torch.testing.assert_close(memory["x"][5:], x)
-
-
-@pytest.mark.seconds
-def test_without_weights_it_is_fine_tuning(fit, make_stream, make_net, assert_same):
-    used, none, unused, fine = make_net(), make_net(), make_net(), make_net()
-    fit(used, make_stream(clients=2), [LVTMethod()], cohort_size=1)
-    trainer = fit(none, make_stream(clients=2), [LVTMethod(0.0, 0.0, 0.0)], cohort_size=1)
-    fit(unused, make_stream(clients=2), [LVTMethod(clients=[])], cohort_size=1)
-    fit(fine, make_stream(clients=2), cohort_size=1)
-    assert_same(none, fine, 0)
-    assert_same(unused, fine, 0)
-    assert not any(trainer.strategy.server.store[client].get("LVTMethod") for client in "01")
-    with pytest.raises(AssertionError):
-        assert_same(used, fine, 1e-3)
-
-
 def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
     drawn, randperm, (first, second) = [], torch.randperm, (samples([0, 1]), samples([2, 3], seed=1))
 
@@ -242,18 +190,6 @@ def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
 
 
 # Where it runs.
-
-
-def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_net, assert_same):
-    tasks = []
-    for strategy in ("auto", None):
-        task = make_net()
-        stream = make_stream(clients=1, experiences=4, rounds_per_experience=2, batch_size=240, samples=80)
-        fit(
-            task, stream, [LVTMethod(rho=0.5, batch_size=99)], strategy=strategy
-        )  # all that are remembered go into each step
-        tasks.append(task)
-    assert_same(*tasks, 1e-5)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -305,22 +241,10 @@ def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit
             assert all(torch.equal(memory[f"previous.{name}"], now[name]) for name in names)
 
 
-def test_held_keys_move_less(make_net, samples, train):
-    moved = []
-    for gamma in (0.0, 3.0):
-        task = make_net()
-        method = LVTMethod(gamma, 0.0, 0.0)
-        train(task, [method], samples([0, 1]))
-        before = task.model.external_key.detach().clone()
-        train(task, [method], samples([2, 3], seed=1))
-        moved.append(float((task.model.external_key - before).abs().sum()))
-    assert moved[1] < 0.9 * moved[0]
-
-
 # What it cannot work with.
 
 
-def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples, train):
+def test_what_it_cannot_work_with(make_task, samples, train):
     message = (
         "Expected `keys` to match trainable parameters but `*.external_*` matches none. Train "
         "`lightning_fcl.models.LVT`, or set `gamma=0`."
@@ -328,5 +252,3 @@ def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(make_task(), [LVTMethod()], samples())
     train(make_task(), [LVTMethod(gamma=0.0)], samples())
-    with pytest.raises(ValueError, match="`LVTMethod` trains one client at a time"):
-        fit(make_net(), make_stream(), [LVTMethod()], cohort_size=3)

@@ -2,13 +2,10 @@
 
 import copy
 
-import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, MeanOutputLoss, Replay
@@ -160,14 +157,6 @@ def test_with_fedprox_on_the_head_alone(fit, assert_same):
     assert all(torch.equal(value, before[name]) for name, value in net.backbone.state_dict().items())
 
 
-@pytest.mark.parametrize("outputs", OUTPUTS)
-def test_without_weight_and_over_all_outputs_it_is_fine_tuning(fit, make_stream, make_task, assert_same, outputs):
-    task, plain = make_task(), make_task()
-    fit(task, make_stream(), [MeanOutputLoss(0.0, outputs, cross_entropy="all")], cohort_size=1)
-    fit(plain, make_stream(), cohort_size=1)
-    assert_same(task, plain, tolerance=0)
-
-
 def a_step(y, classes=6):
     return Step({}, {}, None, torch.randn(len(y), classes, requires_grad=True), None, y=torch.tensor(y))
 
@@ -229,17 +218,6 @@ def test_in_a_plain_trainer_every_fit_is_a_session(make_task, samples, train, by
     assert_same(task, copied)
 
 
-def test_a_continued_fit_of_a_plain_trainer_knows_what_was_seen(make_task, samples, train, assert_same, tmp_path):
-    task, again, method, data = make_task(), make_task(seed=1), MeanOutputLoss(1.5), samples((1, 3), seed=1)
-    train(task, [method], samples((0, 2)))
-    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    train(task, [method, saver], data, enable_checkpointing=True)
-    continued = MeanOutputLoss(1.5)
-    train(again, [continued], data, ckpt_path=tmp_path / "epoch=0.ckpt")
-    assert continued.memory["old"].nonzero().flatten().tolist() == [0, 2]
-    assert_same(task, again, tolerance=0)
-
-
 def test_domains_are_sessions_of_the_clients_own_classes(fit, make_stream, make_task, assert_same):
     """Where the stream tells no classes, those of the batch that the client has not seen are new; in cohorts too."""
     # The highest label differs from client to client, and the last batch of client 1 is one sample, padded in a cohort.
@@ -251,23 +229,3 @@ def test_domains_are_sessions_of_the_clients_own_classes(fit, make_stream, make_
         tasks.append(make_task())
         fit(tasks[-1], make_stream(owner, **options), [MeanOutputLoss(2.0)], cohort_size=size, seed=0)
     assert_same(*tasks, tolerance=1e-5)
-
-
-def test_batches_without_labels_are_refused(samples, quiet):
-    class Unlabelled(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = nn.Linear(6, 4)
-
-        def forward(self, x):
-            return self.model(x)
-
-        def training_step(self, batch, batch_idx):
-            return self(batch).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    trainer = L.Trainer(max_epochs=1, callbacks=[MeanOutputLoss()], **quiet)
-    with pytest.raises(TypeError, match=r"^Expected batches `\[x, y\]` for `MeanOutputLoss` but got a Tensor"):
-        trainer.fit(Unlabelled(), torch.utils.data.DataLoader(samples()[0], batch_size=8))

@@ -12,29 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import (
-    AGEM,
-    APFL,
-    BCN,
-    EWC,
-    GEM,
-    GLFC,
-    MAS,
-    MOON,
-    SI,
-    DERpp,
-    FedKNOW,
-    FedNTD,
-    FedProto,
-    FedProx,
-    FedViT,
-    FLwF2T,
-    ICaRL,
-    LVTMethod,
-    LwF,
-    ReFed,
-    Replay,
-)
+from lightning_fcl import callbacks as library
+from lightning_fcl.callbacks import AGEM, APFL, BCN, EWC, GEM, FedKNOW, FedProx, FedViT, FLwF2T, LVTMethod, LwF, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.federation.swarm import Swarm
@@ -47,18 +26,19 @@ METHODS = {
     "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
     "LwF": lambda: [LwF(2.0)],
     "EWC": lambda: [EWC(5.0)],
-    "MAS": lambda: [MAS(0.5)],
-    "SI": lambda: [SI(0.5)],
-    "MOON": lambda: [MOON(2.0)],
-    "FedNTD": lambda: [FedNTD(2.0)],
-    "GLFC": lambda: [GLFC(0.5)],
-    "Re-Fed": lambda: [ReFed(6)],
+    "MAS": lambda: [library.MAS(0.5)],
+    "SI": lambda: [library.SI(0.5)],
+    "MOON": lambda: [library.MOON(2.0)],
+    "FedNTD": lambda: [library.FedNTD(2.0)],
+    "GLFC": lambda: [library.GLFC(0.5)],
+    "Re-Fed": lambda: [library.ReFed(6)],
     "Replay": lambda: [Replay(6, "class-balanced", "round")],
     "GEM": lambda: [GEM(6)],
-    "DER++": lambda: [DERpp(6, batch_size=4)],
-    "FedProto": lambda: [FedProto(0.5)],
-    "iCaRL": lambda: [ICaRL(6)],
+    "DER++": lambda: [library.DERpp(6, batch_size=4)],
+    "FedProto": lambda: [library.FedProto(0.5)],
+    "iCaRL": lambda: [library.ICaRL(6)],
     "A-GEM": lambda: [AGEM(0.3)],
+    "MOL": lambda: [library.MeanOutputLoss(1.5)],
     "all": lambda: [FLwF2T(0.4, 0.3), LwF(2.0), FedProx(0.1), Replay(6, "reservoir", "round"), GEM(0.3)],
 }
 
@@ -78,32 +58,94 @@ def test_resumed_is_uninterrupted(make_task, samples, train, assert_same, tmp_pa
     assert_same(again, whole, 0)
 
 
-TASKS = {  # of those that remember a client's tasks
-    "GEM": (GEM, {"max_size": 0.3}),
-    "A-GEM": (AGEM, {"max_size": 5, "batch_size": 3}),
-    "BCN": (BCN, {"max_size": 0.3}),
-    "LVT": (LVTMethod, {}),
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("name", "arguments", "options"),
+    [
+        ("AGEM", {"max_size": 5, "batch_size": 3}, {"client_store": "disk"}),
+        ("BCN", {"max_size": 0.3}, {"client_store": "disk"}),
+        ("CCVR", {"samples": 20}, {}),
+        ("CCVR", {"samples": 20, "logit_norm": 0.1}, {}),
+        ("Fed3R", {}, {}),
+        ("FedCBDR", {"max_size": 20, "old_temperature": 0.9, "new_weight": 0.9}, {"client_store": "disk"}),
+        ("FedDyn", {"alpha": 0.1}, {"client_weights": "uniform", "cohort_size": 1}),
+        ("FedDyn", {"alpha": 0.1}, {"client_weights": "uniform"}),
+        ("FedNova", {}, {"cohort_size": 1}),
+        ("FedNova", {}, {}),
+        ("FOT", {"eps": 0.8}, {"cohort_size": 1}),
+        ("FOT", {"eps": 0.8}, {"participation": 0.6}),
+        ("GEM", {"max_size": 0.3}, {"client_store": "disk"}),
+        ("GLFC", {}, {"cohort_size": 1}),
+        ("GLFC", {}, {}),
+        ("GLFC", {"proxy": True, "iterations": 20}, {"cohort_size": 1}),
+        ("LVTMethod", {}, {"client_store": "disk"}),
+        ("MOON", {"mu": 3.0}, {"cohort_size": 1}),
+        ("MOON", {"mu": 3.0}, {}),
+        ("ReFed", {"max_size": 20}, {"client_store": "disk", "cohort_size": 1}),
+        ("ReFed", {"max_size": 20}, {"client_store": "disk"}),
+        ("RegMean", {"alpha": 0.5}, {}),
+        ("SCAFFOLD", {}, {"client_weights": "uniform"}),
+        ("SI", {"strength": 5.0}, {}),
+    ],
+)
+def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, name, arguments, options):
+    kind = getattr(library, name)
+
+    def make(seed=0):
+        torch.manual_seed(seed)
+        return make_task(model=with_head(kind) if kind is LVTMethod else None, seed=seed)
+
+    assert_resumes(make, lambda: kind(**arguments), **options)
+
+
+TASKS = {  # of those that remember a client's tasks, with all that they remember in each step, in whatever order
+    "GEM": lambda: GEM(1.0),
+    "A-GEM": lambda: AGEM(1.0),
+    "BCN": lambda: BCN(1.0, inner_lr=0.1),
+    "LVT": lambda: LVTMethod(rho=0.5, batch_size=99),
 }
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", TASKS)
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, name):
-    kind, arguments = TASKS[name]
+def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, assert_same, monkeypatch, name):
+    monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(high))  # BCN draws each once
+    tasks = [make_task(model=copy.deepcopy(model)) for model in [with_head(type(TASKS[name]()))] * 3]
+    for task, methods, strategy in zip(
+        tasks, ([TASKS[name]()], [TASKS[name]()], []), ("auto", None, None), strict=True
+    ):
+        stream = make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80)
+        fit(task, stream, methods, strategy=strategy)
+    assert_same(*tasks[:2], 1e-5)
+    with pytest.raises(AssertionError):
+        assert_same(*tasks[1:], 1e-3)
 
-    def make(seed=0):
-        torch.manual_seed(seed)
-        return make_task(model=with_head(kind))
 
-    assert_resumes(make, lambda: kind(**arguments), client_store="disk")
+WITHOUT_WEIGHT = {
+    "DER++": lambda: library.DERpp(9, alpha=0, beta=0, batch_size=4),
+    "FedDyn": lambda: library.FedDyn(0.0),
+    "LVT": lambda: LVTMethod(0.0, 0.0, 0.0),
+    "MOL": lambda: library.MeanOutputLoss(0.0, cross_entropy="all"),
+    "MOON": lambda: library.MOON(0.0),
+}
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("name", WITHOUT_WEIGHT)
+def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, name, cohort_size):
+    tasks, options = [make_task(), make_task()], {"cohort_size": cohort_size, "client_weights": "uniform", "seed": 0}
+    fit(tasks[0], make_stream(rounds_per_experience=2), **options)
+    trainer = fit(tasks[1], make_stream(rounds_per_experience=2), [WITHOUT_WEIGHT[name]()], **options)
+    assert_same(*tasks, 0 if cohort_size == 1 else 1e-6)
+    if name in ("FedDyn", "LVT", "MOON"):
+        assert not any(trainer.strategy.server.store["0"].values()) and not trainer.strategy.server.extra
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_first_task_is_fine_tuning(make_task, samples, train, assert_same, name):
-    kind, arguments = TASKS[name]
-    model = with_head(kind)
+    model = with_head(type(TASKS[name]()))
     tuned, fine = make_task(model=copy.deepcopy(model)), make_task(model=model)
-    train(tuned, [kind(**arguments)], samples(), epochs=3)
+    train(tuned, [TASKS[name]()], samples(), epochs=3)
     train(fine, [], samples(), epochs=3)
     assert_same(tuned, fine, 0)
 
@@ -120,8 +162,8 @@ def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path
     "make",
     [
         lambda: EWC(5.0),
-        lambda: MAS(0.5),
-        lambda: SI(0.5),
+        lambda: library.MAS(0.5),
+        lambda: library.SI(0.5),
         lambda: LVTMethod(gamma=0.0),
         lambda: Replay(6, "reservoir", "experience"),
         lambda: Replay(6, "reservoir", "round"),

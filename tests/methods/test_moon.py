@@ -57,27 +57,3 @@ def test_in_a_federation_it_is_the_papers_algorithm(fit, make_stream, make_task,
         assert_same(own, w, 1e-5)
         kept = {name[4:]: value for name, value in trainer.strategy.server.store["1"]["MOON"].items()}
         torch.testing.assert_close(kept, dict(previous["1"].state_dict()), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_without_weight_it_is_fedavg_and_keeps_nothing(fit, make_stream, make_task, assert_same, size):
-    tasks = [make_task() for _ in range(3)]
-    for task, methods in zip(tasks, ([MOON(0.0)], [], [MOON(5.0)]), strict=True):
-        trainer = fit(task, make_stream(rounds_per_experience=2), methods, cohort_size=size, seed=0)
-        assert bool(trainer.strategy.server.store["0"]) == bool(methods and methods[0].mu)
-    assert_same(tasks[0], tasks[1], 0 if size == 1 else 1e-6)
-    with pytest.raises(AssertionError):
-        assert_same(tasks[1], tasks[2], 1e-4)
-
-
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_in_a_clients_first_round_it_has_no_gradient(fit, make_stream, make_task, assert_same, size):
-    tasks = [make_task(), make_task()]
-    for task, methods in zip(tasks, ([MOON(5.0)], []), strict=True):
-        fit(task, make_stream(), methods, cohort_size=size, max_epochs=1, local_epochs=2, seed=0)
-    assert_same(*tasks, 1e-5)
-
-
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_resumed_is_uninterrupted(assert_resumes, make_task, size):
-    assert_resumes(make_task, lambda: MOON(3.0), cohort_size=size)

@@ -88,14 +88,6 @@ def test_scales_of_gradients_do_not_matter():
     assert_close(1e6 * scaled, expected, gradient, 1e-9)
 
 
-def test_one_constraint_has_a_closed_form():
-    for seed in range(50):
-        gradient, constraints = problem(seed, k=1, p=5, spread=True)
-        r = constraints[0]
-        expected = gradient - min(float(gradient @ r), 0.0) / (r @ r) * r
-        assert_close(project(gradient, constraints), expected, gradient, 1e-12)
-
-
 def test_what_is_projected_stays():
     for seed in range(50):
         gradient, constraints = problem(seed, k=5, p=20)

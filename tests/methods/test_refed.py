@@ -120,15 +120,3 @@ def test_what_is_no_number_is_not_kept(make_task, samples):
 def test_a_personal_model_that_diverges_is_refused(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"^Expected `learning_rate` to keep the personal model of client \d"):
         fit(make_task(), make_stream(), [ReFed(5, 200, 1e6, 1.0)], max_epochs=1)
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("size", [1, "auto"])
-def test_resumed_is_uninterrupted(assert_resumes, make_task, size):
-    assert_resumes(lambda seed=0: make_task(seed=seed), lambda: ReFed(20), client_store="disk", cohort_size=size)
-
-
-def test_it_works_in_a_plain_trainer(train, make_task, samples):
-    method = ReFed(6)
-    train(make_task(), [method], samples())
-    assert len(method.memory["y"]) == 6

@@ -69,10 +69,6 @@ def test_what_the_server_moves_counts_for_nothing(fit):
     assert abs(value(task) - 2.0) > 0.1
 
 
-def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task):
-    assert_resumes(make_task, lambda: SI(5.0))
-
-
 def test_an_undone_round_leaves_the_memory_as_it_was(fit, make_stream, make_task):
     class Stops(Callback):
         def on_round_end(self, trainer, module):
@@ -88,8 +84,3 @@ def test_an_undone_round_leaves_the_memory_as_it_was(fit, make_stream, make_task
         fit(make_task(), make_stream(rounds_per_experience=3), [SI(), stops], cohort_size=1)
     torch.testing.assert_close(dict(stops.server.store["0"]["SI"]), stops.kept, rtol=0, atol=0)
     assert float(stops.kept["fall.model.1.weight"].abs().max()) > 0
-
-
-def test_clients_train_one_at_a_time(fit, make_stream, make_task):
-    with pytest.raises(ValueError, match="`SI` trains one client at a time"):
-        fit(make_task(), make_stream(), [SI()], cohort_size=2)

@@ -141,18 +141,14 @@ def test_it_forgets_less_than_fine_tuning_among_the_same_logits(fit):
 
 
 @pytest.mark.seconds
-def test_resumed_is_uninterrupted(fit, assert_same, tmp_path):
-    whole, stopped, resumed = (classifier() for _ in range(3))
-    fit(whole, digits(), [small()], cohort_size=1)
-    trainer = fit(stopped, digits(), [small()], cohort_size=1, max_epochs=1)
-    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-    fit(resumed, digits(), [small()], cohort_size=1, ckpt_path=tmp_path / "stopped.ckpt")
-    assert_same(resumed, whole, 0)
+def test_resumed_is_uninterrupted(assert_resumes):
+    def make(seed=0):
+        return classifier(seed=seed)
+
+    assert_resumes(make, small, lambda: digits(rounds=2), cohort_size=1)
 
 
-def test_refused(fit, make_stream, make_task, train, samples):
-    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `TARGET`'):
-        train(make_task(), [TARGET()], samples())
+def test_refused(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"Expected images, shape \(channels, height, width\), for `TARGET`"):
         fit(make_task(), make_stream(), [TARGET()])
     with pytest.raises(ValueError, match="Expected a network with layers of batch normalisation"):
