@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_fcl.data.datasets import photographs
-from lightning_fcl.deployment.flower import _own
+from lightning_fcl.deployment.flower import _read_node_config
 from lightning_fcl.deployment.node import own_folder
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.evaluation import figures
@@ -139,11 +139,11 @@ def test_no_share_of_a_split_is_elsewhere(folder):
         context = SimpleNamespace(node_config={"client": name}, run_config={"data-folder": str(folder)})
         try:
             found.append(split_file(folder, name))
-            assert _own(context)[1] == str(found[-1]) or not name
+            assert _read_node_config(context)[1] == str(found[-1]) or not name
         except ValueError:
             if name:
                 with pytest.raises(ValueError):
-                    _own(context)
+                    _read_node_config(context)
     assert len(found) == len({*found}) > 100 and all(path.parent == folder for path in found)
     with pytest.raises(ValueError, match="by another name than the server's file but got Server"):
         split_file(folder, "Server")

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             if not foreseen:
-                parser.exit(1, _kept(error, words))
+                parser.exit(1, _write_traceback(error, words))
             where, message = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)", str(error)
             # Without jsonargparse's account of all the types that an argument might have had.
             reasons = re.findall("Expected `.*", message) if "Union subtypes" in message else []
@@ -145,7 +145,7 @@ def command_of(place: str) -> Command:
     return command
 
 
-def _kept(error: Exception, words: Sequence[str]) -> str:
+def _write_traceback(error: Exception, words: Sequence[str]) -> str:
     """What is said of an error that nobody has foreseen: where its traceback is, and what to do with it."""
     here = f"lightning-fcl {__version__}, Python {platform.python_version()}, {platform.platform()}"
     with tempfile.NamedTemporaryFile(

@@ -35,9 +35,9 @@ def embedded(
     process and run of the same images maps the same file, whose checksum and first features are compared before.
     """
     network, folder = _backbone(backbone).to(device), cache_folder() / "features"
-    own, key, first = _told(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
+    own, key, first = _fingerprint(network).hexdigest()[:16], hashlib.sha256(), list[Tensor]()
 
-    def told() -> Iterator[Tensor]:
+    def read_images() -> Iterator[Tensor]:
         for batch in images_of(samples, num_workers):
             first[:] = first or [batch]
             key.update(f"{batch.dtype} {tuple(batch.shape)}".encode())
@@ -49,10 +49,10 @@ def embedded(
     with torch.no_grad():
         with locked(folder / f".{own}.lock"):
             if not any(folder.glob(f"{own}-*")):  # none yet: the images are read once, for the key and for these
-                _write(folder / own, len(samples), (_features(network, x, device) for x in told()))
+                _write(folder / own, len(samples), (_features(network, x, device) for x in read_images()))
                 (folder / own).rename(folder / f"{own}-{key.hexdigest()[:32]}")
         if not first:
-            deque(told(), maxlen=0)
+            deque(read_images(), maxlen=0)
         path, begin = folder / f"{own}-{key.hexdigest()[:32]}", _features(network, first[0], device)
         shape = (len(samples), begin.shape[1])
         with locked(path.with_name(f".{path.name}.lock")):
@@ -155,7 +155,7 @@ def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
     return torch.allclose(kept, begin, rtol=1e-2, atol=1e-3 * float(begin.abs().max()))
 
 
-def _told(network: nn.Module) -> Any:
+def _fingerprint(network: nn.Module) -> Any:
     """What tells one backbone from another: its layers and all numbers in it."""
     told = hashlib.sha256(f"{type(network).__qualname__} {network}".encode())
     for name, value in network.state_dict().items():

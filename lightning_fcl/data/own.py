@@ -148,7 +148,7 @@ def samples_of(
 ) -> Samples:
     """The samples of whatever a stream takes as data; data modules of clients agree on what it has ``left_open``."""
     if names_clients(data):
-        return _of_clients(data, classes, seed, left_open)
+        return _join_clients(data, classes, seed, left_open)
     if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
         return _of_parts({"": _parts_in(data, "for `data`", seed)}, classes, ())
     if not isinstance(data, str | PublicData | Arrays | Samples):
@@ -163,7 +163,7 @@ def names_clients(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[obj
     return are_several(data) and not _names_splits(data, "`data`")
 
 
-def _of_clients(
+def _join_clients(
     data: Mapping[Any, object] | Sequence[object], classes: Sequence[str] | None, seed: int, left_open: Collection[str]
 ) -> Samples:
     """The samples of a data set, splits or a data module for each client, one client after the other."""

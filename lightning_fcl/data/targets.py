@@ -116,7 +116,7 @@ def targets_of(dataset: Dataset[Any]) -> Any:
     if isinstance(dataset, ConcatDataset):
         parts = [np.asarray(targets_of(part)) for part in dataset.datasets]
         return np.concatenate(parts) if all(map(len, parts)) else []
-    every, told = range(len(dataset)), _told(dataset)  # type: ignore[arg-type]  # map-style
+    every, told = range(len(dataset)), _declared_targets(dataset)  # type: ignore[arg-type]  # map-style
     if told is None or told.shape[:1] != (len(every),):
         return _read_targets(dataset, every)
     some = np.linspace(0, len(every) - 1, min(len(every), _COMPARED)).astype(np.int64)
@@ -126,14 +126,14 @@ def targets_of(dataset: Dataset[Any]) -> Any:
     return told if not found or np.array_equal(np.asarray(found), told[some]) else _read_targets(dataset, every)
 
 
-def _told(dataset: Dataset[Any]) -> NDArray[Any] | None:
+def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
     """What a data set tells of the targets of its items, which may hold others; None: nothing."""
     told = getattr(dataset, "targets", None)
     if told is None and isinstance(dataset, Subset):
-        whole = _told(dataset.dataset)
+        whole = _declared_targets(dataset.dataset)
         return None if whole is None else whole[np.asarray(dataset.indices, dtype=np.int64)]
     if told is None and isinstance(dataset, ConcatDataset):
-        parts = [_told(part) for part in dataset.datasets]
+        parts = [_declared_targets(part) for part in dataset.datasets]
         there = [part for part in parts if part is not None]
         return np.concatenate(there) if len(there) == len(parts) else None
     try:

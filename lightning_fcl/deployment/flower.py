@@ -79,7 +79,7 @@ def client_app(folder: Path) -> ClientApp:
 
     def answered(message: Message, context: Context) -> Parcel:
         try:
-            client, data, memories = _own(context)
+            client, data, memories = _read_node_config(context)
             parcel = opened(message.content, int(context.run_config.get("message-bytes", BYTES)))
         except ValueError as error:
             return Parcel({"refused": str(error)})
@@ -90,7 +90,7 @@ def client_app(folder: Path) -> ClientApp:
     return app
 
 
-def _own(context: Context) -> tuple[str, str, str | None]:
+def _read_node_config(context: Context) -> tuple[str, str, str | None]:
     """The client, its data and where it keeps its memories."""
     node, run = context.node_config, context.run_config
     names, number = _names(run.get("clients", "")), node.get("partition-id")

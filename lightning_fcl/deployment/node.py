@@ -82,11 +82,11 @@ class Node:
                 why = f"{type(error).__name__}: {why}"
             return Parcel({**head, "refused": reason_of(why)})
 
-    def _own(self, head: Mapping[str, Any]) -> Path:
+    def _federation_folder(self, head: Mapping[str, Any]) -> Path:
         return own_folder(self._folder, file_name_of(head, "federation"), self.client)
 
     def _hello(self, parcel: Parcel) -> Parcel:
-        own = self._own(parcel.head)
+        own = self._federation_folder(parcel.head)
         samples = count_samples(self._data, own / "data.json")  # who has none says so now
         names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
         state = entries(build(self._recipe).module) if names else {}
@@ -99,7 +99,7 @@ class Node:
         take_data(parts.stream, read_data(self._data), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
-        own = self._own(head)
+        own = self._federation_folder(head)
         with locked(own / ".lock"):  # what a lost node has left behind may train still
             return train_client(parts, parcel.state, memories(own, self.client, int(head["round"])), head)
 

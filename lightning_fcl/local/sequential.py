@@ -132,11 +132,11 @@ class SequentialTrainer:
             {name: value[None] for name, value in own.items()},
             [[client.memory for client in self._clients]],
             own,
-            self._kept() if self._keep_optimizer else None,
+            self._optimizer_memory() if self._keep_optimizer else None,
             torch.tensor([finite]),
         )
 
-    def _kept(self) -> Memory:
+    def _optimizer_memory(self) -> Memory:
         """What the optimizers know, each below its number."""
         own = (optimizer_memory(*each) for each in zip(self._optimizers, self._begun, strict=True))
         return {f"{number}.{name}": value for number, memory in enumerate(own) for name, value in memory.items()}

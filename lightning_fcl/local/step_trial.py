@@ -86,7 +86,7 @@ _KNOWN = {
 _UNLIKE = {"loss": "has another loss", "gradients": "has other gradients", "logs": "logs something else"}
 
 
-class _Taken(NamedTuple):
+class _StepOutcome(NamedTuple):
     """A client's step: what it logs, and its loss, gradients and the values that it logs as numbers in a row."""
 
     lines: Sequence[Line | Measured]
@@ -94,7 +94,7 @@ class _Taken(NamedTuple):
     gradient: Tensor
     values: Tensor
 
-    def unlike(self, other: _Taken, tolerance: float) -> str | None:
+    def unlike(self, other: _StepOutcome, tolerance: float) -> str | None:
         """What is unlike another's, in words; None: nothing."""
         if self.lines != other.lines:
             return "logs"
@@ -151,8 +151,8 @@ class _Trial:
             return "its step gives something else each time, or goes by a count of steps that is not each client's own"
         if moved := [n for n in trainable(self._module) if not torch.equal(buffers[0][n], self._state[n])]:
             return f"its step writes {quoted(moved)}, which learns; the optimizer, or a hook of the epoch, can do so"
-        for together in (True, False):
-            beside, entries_after = self._beside(together)
+        for side_by_side in (True, False):
+            beside, entries_after = self._beside(side_by_side)
             if changed := loose.changes() or around.changes() or unlike(self._attributes(), begun):
                 return _leaves(changed)
             for row in range(len(_CLIENTS)):
@@ -171,7 +171,7 @@ class _Trial:
         kept = {name: value for name, value in held(self._module).items() if not name.endswith(".training")}
         return {**kept, **learns, **modes}
 
-    def _alone(self, row: int) -> tuple[list[_Taken], dict[str, Tensor]]:
+    def _alone(self, row: int) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
         """A client's steps, as they are, and its entries afterwards."""
         load_entries(self._module, self._state)
         keys, recorder, taken = client_keys(0, [_CLIENTS[row]], "layers"), Recorder(self._module), []
@@ -185,18 +185,18 @@ class _Trial:
                 if not isinstance(loss, Tensor):
                     raise ValueError("its step returns no loss for some batches; a loss of zero would do")
                 gradients = torch.autograd.grad(loss.reshape(()), params, materialize_grads=True)
-            taken.append(_taken(recorder.lines, loss, gradients, recorder.values))
+            taken.append(_step_outcome(recorder.lines, loss, gradients, recorder.values))
         return taken, {name: value.detach().clone() for name, value in entries(self._module).items()}
 
-    def _beside(self, together: bool) -> tuple[list[list[_Taken]], dict[str, Tensor]]:
+    def _beside(self, side_by_side: bool) -> tuple[list[list[_StepOutcome]], dict[str, Tensor]]:
         """The same of both side by side: as of one shape, or each on its own."""
         load_entries(self._module, self._state)
         number, device = len(_CLIENTS), self._module.device
         trainer = StepTrainer(self._module, [], self._optimizer, number, 0, "error")
         trainer.begin(_CLIENTS, [self._state] * number, [[]] * number, [{}] * number)
-        taken: list[list[_Taken]] = [[] for _ in _CLIENTS]
+        taken: list[list[_StepOutcome]] = [[] for _ in _CLIENTS]
         groups = alike(self._batches)
-        if not together:
+        if not side_by_side:
             groups = [Alike(torch.tensor([row]), stacked([own])) for row, own in enumerate(self._batches)]
         for step in range(_STEPS):
             given = [Alike(rows.to(device), copy.deepcopy(batch)) for rows, batch in groups]
@@ -211,16 +211,16 @@ class _Trial:
             ]
             for row, own in enumerate(taken):
                 each = [torch.zeros_like(p[row]) if g is None else g[row] for p, g in gradients]
-                own.append(_taken(logged[row][0], trainer.losses[row], each, logged[row][1]))
+                own.append(_step_outcome(logged[row][0], trainer.losses[row], each, logged[row][1]))
         return taken, dict(trainer.finish().uploads)
 
 
-def _taken(
+def _step_outcome(
     lines: Sequence[Line | Measured], loss: Tensor, gradients: Sequence[Tensor], values: Sequence[Any]
-) -> _Taken:
+) -> _StepOutcome:
     flat = torch.cat([gradient.detach().flatten() for gradient in gradients])
     numbers = torch.cat([flat.new_zeros(0), *(value.detach().to(flat).flatten() for value in tree_leaves(values))])
-    return _Taken(lines, loss.detach().reshape(()), flat, numbers)
+    return _StepOutcome(lines, loss.detach().reshape(()), flat, numbers)
 
 
 def _around(module: L.LightningModule) -> nn.Module:

@@ -118,7 +118,7 @@ class KeyedRandomness(TorchFunctionMode):
             self._key = self._key()
         return uniform(self._key, self._stream, shape)
 
-    def _kept(self, x: Tensor, p: float, spatial: int = 0) -> Tensor:
+    def _keep_mask(self, x: Tensor, p: float, spatial: int = 0) -> Tensor:
         """Which numbers are kept, as 0 and 1; with ``spatial`` dimensions whole channels are."""
         shape = x.shape[: x.dim() - spatial]
         return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * spatial)
@@ -128,7 +128,7 @@ class KeyedRandomness(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0:
             return input
-        return _given(input, input * (self._kept(input, p, spatial) / (1 - p) if p < 1 else 0.0), inplace)
+        return _given(input, input * (self._keep_mask(input, p, spatial) / (1 - p) if p < 1 else 0.0), inplace)
 
     def channel_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return self.dropout(input, p, training, inplace, input.dim() - 2)
@@ -141,7 +141,7 @@ class KeyedRandomness(TorchFunctionMode):
             return input
         alpha = 1.7580993408473766
         scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
-        kept = self._kept(input, p, spatial)
+        kept = self._keep_mask(input, p, spatial)
         return _given(input, (input * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
 
     def channel_alpha_dropout(

@@ -129,12 +129,12 @@ class Cohort:
         """
         extra = [[]] * len(self._rows) if self._rehearsed is None else [self._rehearsed(part) for part in self.clients]
         shares = torch.from_numpy(self._shares()) if self._stacked and not self._alike else None
-        taken = self._taken(extra) if read is None else self._arriving(read, extra)
+        taken = self._batches_in_memory(extra) if read is None else self._arriving(read, extra)
         for self.step, batch in enumerate(taken):
             self.weight = None if shares is None else shares[: self.active, self.step, : self._widths[self.step]]
             yield batch
 
-    def _taken(self, extra: Sequence[Any]) -> Iterator[Any]:
+    def _batches_in_memory(self, extra: Sequence[Any]) -> Iterator[Any]:
         """Batches of samples in memory."""
         rows, places = np.concatenate(self._rows), self._places()
         rehearsed, pool = self.clients.rehearsed, None

@@ -28,7 +28,7 @@ from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
 from lightning_fcl.methods.functional import trainable
-from lightning_fcl.simulation.limits import check_stream, choose_trainer, there
+from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.round import Round
@@ -66,7 +66,7 @@ class Federation:
     @property
     def module(self) -> L.LightningModule:
         """The module that the Trainer trains."""
-        return there(self.strategy.lightning_module, "a Trainer")
+        return require_begun(self.strategy.lightning_module, "a Trainer")
 
     @property
     def stream(self) -> FederatedStream:
@@ -81,7 +81,7 @@ class Federation:
     @property
     def round(self) -> Round:
         """The round at hand."""
-        return there(self.strategy.round, "a fit")
+        return require_begun(self.strategy.round, "a fit")
 
     @property
     def batches(self) -> int:

@@ -26,7 +26,7 @@ from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of, leave_out_objects
 from lightning_fcl.simulation.federation import Federation, extra_of
-from lightning_fcl.simulation.limits import check_monitors, there
+from lightning_fcl.simulation.limits import check_monitors, require_begun
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.strategy import FederatedStrategy
@@ -223,7 +223,7 @@ class FitHooks(Callback):
         self.strategy.use_optimizer()
         if not self.strategy.local_steps.first:
             trainer.accumulate_grad_batches = batch_idx + 1  # no divisor of this batch's number; back to 1 in its step
-        there(self._logs, "a fit").train(batch)
+        require_begun(self._logs, "a fit").train(batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
@@ -241,7 +241,7 @@ class FitHooks(Callback):
         """End the round, and have a loader made for the next; other hooks see what its last client has left."""
         self._end_round(trainer)
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        there(self._logs, "a fit").meet()
+        require_begun(self._logs, "a fit").meet()
         if self.federation.round.loose is not None:
             self.federation.round.loose.show_left()
 

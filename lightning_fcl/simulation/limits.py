@@ -97,7 +97,7 @@ def check_settings(
         schedule.check(compression)
 
 
-def _told(settings: Mapping[str, object]) -> str:
+def _list_settings(settings: Mapping[str, object]) -> str:
     return " and ".join(f"`{name}={value}`" for name, value in settings.items() if value)
 
 
@@ -111,8 +111,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
         if isinstance(callback, ModelCheckpoint) and any(often.values()):
             raise ValueError(
-                f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {_told(often)}: it would "
-                "save the model of whichever client trains then. Set `every_n_epochs=1`."
+                f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {_list_settings(often)}: "
+                "it would save the model of whichever client trains then. Set `every_n_epochs=1`."
             )
     for config in trainer.lr_scheduler_configs:
         stream = stream_of(trainer)
@@ -238,7 +238,7 @@ def check_monitors(trainer: L.Trainer) -> None:
             raise ValueError(f"Expected `monitor` to be a metric that is logged but got {monitor}.{hint}")
 
 
-def there(value: T | None, what: str) -> T:
+def require_begun(value: T | None, what: str) -> T:
     """A value that is there once something has begun."""
     if value is None:
         raise RuntimeError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")

@@ -27,7 +27,7 @@ from lightning_fcl.methods.declaration import Declaration, client_of, overrides,
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
-from lightning_fcl.simulation.limits import check_optimizers, there
+from lightning_fcl.simulation.limits import check_optimizers, require_begun
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Round:
     @property
     def placement(self) -> Placement:
         """Whose clients train where."""
-        return there(self.federation.placement, "a fit")
+        return require_begun(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
         """The batches of this process's clients; 1 where it has none, which is None."""
@@ -182,14 +182,14 @@ class Round:
         self.placement.took(clients)
         missed = [participation.may_miss and participation.misses(client, self.number) for client in clients.clients]
         sent = {**self._uploads(cohort, trained), **self._contributions(cohort, trained)}
-        taken = _in_reach(send, federation.server.record, clients, sent, missed)
-        _name_diverged(federation.server.record, clients, trained, taken)
+        arrived = _in_reach(send, federation.server.record, clients, sent, missed)
+        _name_diverged(federation.server.record, clients, trained, arrived)
         personal = federation.server.personal or participation.swarm is not None
         keeping = bool(federation.methods) or federation.strategy.keep_optimizer or personal
         if not (keeping or self._listeners):
             return  # nothing stays with the clients, and nobody listens
         for row, client in enumerate(clients):
-            if not taken[row]:
+            if not arrived[row]:
                 continue
             if keeping:
                 self._end_client(cohort, trained, row, missed[row])
@@ -267,12 +267,12 @@ def _in_reach(
     return fine
 
 
-def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: Trained, taken: Sequence[bool]) -> None:
+def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: Trained, arrived: Sequence[bool]) -> None:
     """Name the clients whose loss was not finite and who send finite numbers all the same."""
     if trained.finite is None or bool(trained.finite.all()):
         return
     finite = trained.finite.tolist()
-    names = [c for c, sound, taken_in in zip(clients.clients, finite, taken, strict=True) if taken_in and not sound]
+    names = [c for c, sound, came in zip(clients.clients, finite, arrived, strict=True) if came and not sound]
     record.diverged += names
     for name in names:
         message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"

@@ -36,7 +36,7 @@ from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
 from lightning_fcl.simulation.hooks import FitHooks, TrainerLimits, common_batches
-from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
+from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, require_begun
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.simulated import begin_schedule, simulated
@@ -278,7 +278,7 @@ class FederatedStrategy(RanksStrategy):
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
         """One step of a client, whose number is that among its batches in the round; or one of a whole cohort."""
         federation = self.federation
-        cohort, trainer = there(federation.round.cohort, "a batch"), federation.module.trainer
+        cohort, trainer = require_begun(federation.round.cohort, "a batch"), federation.module.trainer
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
         trainer.accumulate_grad_batches = 1
         loop = trainer.fit_loop
@@ -297,7 +297,7 @@ class FederatedStrategy(RanksStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
         federation, local, step = self.federation, self.local_steps, super().optimizer_step
-        cohort = there(federation.round.cohort, "a batch")
+        cohort = require_begun(federation.round.cohort, "a batch")
         gather = local.next(optimizer, closure, cohort.active, cohort.last_batch)
         if not local.complete:
             return gather()

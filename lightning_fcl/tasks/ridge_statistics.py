@@ -109,9 +109,9 @@ class GatheredRows(Gathered):
         self.rank = rank
 
     def accumulator(self) -> Accumulator:
-        return Gather(self._together, filled_rows)
+        return Gather(self._join_rows, filled_rows)
 
-    def _together(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
+    def _join_rows(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
         return {name: leading(torch.cat([server[name], *given]), self.rank) for name, given in rows.items()}
 
 
@@ -124,9 +124,9 @@ class GatheredGroups(Gathered):
     name = "gathered groups"
 
     def accumulator(self) -> Accumulator:
-        return Gather(self._together, lambda value: value.to_sparse(2))
+        return Gather(self._join_rows, lambda value: value.to_sparse(2))
 
-    def _together(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
+    def _join_rows(self, rows: Mapping[str, list[Tensor]], server: Mapping[str, Tensor]) -> State:
         sums, counts = (rows[name] for name in _MOMENTS)
         held = torch.stack([value.to_dense() > 0 for value in counts])
         places = (held.flatten(0, 1).cumsum(dim=0) - 1).view(held.shape)  # among the groups with a class

@@ -111,15 +111,15 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _candidates(told: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Sequence[str]]]:
+def _candidates(recipe: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Sequence[str]]]:
     """The recipes of the package that may be a run's, by the paper and row that it tells: at each scale."""
-    if not told["paper"]:
+    if not recipe["paper"]:
         yield [recipes_folder() / "quickstart.yaml"], ()
         return
     try:
-        folder = paper_folder(told["paper"])
+        folder = paper_folder(recipe["paper"])
         for name in ("paper", *(path.stem.removeprefix("scale-") for path in sorted(folder.glob("scale-*.yaml")))):
-            row = paper_rows(folder, [told["row"]], name)[told["row"]]
+            row = paper_rows(folder, [recipe["row"]], name)[recipe["row"]]
             yield at_scale(row.configs, name), row.words
     except ValueError:  # another's row, or none of this scale
         return
