@@ -128,18 +128,19 @@ class SequentialTrainer:
             )
         losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
         finite = all(map(math.isfinite, losses)) and (not self._methods or bool(driver_of(self._module.trainer).finite))
+        kept: Memory | None = None
+        if self._keep_optimizer:  # what the optimizers know, each below its number
+            of_each = (optimizer_memory(*each) for each in zip(self._optimizers, self._begun, strict=True))
+            kept = {
+                f"{number}.{name}": value for number, memory in enumerate(of_each) for name, value in memory.items()
+            }
         return Trained(
             {name: value[None] for name, value in own.items()},
             [[client.memory for client in self._clients]],
             own,
-            self._optimizer_memory() if self._keep_optimizer else None,
+            kept,
             torch.tensor([finite]),
         )
-
-    def _optimizer_memory(self) -> Memory:
-        """What the optimizers know, each below its number."""
-        own = (optimizer_memory(*each) for each in zip(self._optimizers, self._begun, strict=True))
-        return {f"{number}.{name}": value for number, memory in enumerate(own) for name, value in memory.items()}
 
 
 def explain(error: ValueError, part: ClientRound) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning.pytorch as L
@@ -41,7 +41,7 @@ from lightning_fcl.local.step_trial import why_not_by_step
 from lightning_fcl.local.trial import RANDOM, why_not_padded, why_not_side_by_side
 from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.methods.client import Client, is_labelled
-from lightning_fcl.methods.declaration import Declaration, shapes_loss
+from lightning_fcl.methods.declaration import shapes_loss
 from lightning_fcl.methods.replay import Replay
 
 if TYPE_CHECKING:
@@ -97,10 +97,6 @@ def check_settings(
         schedule.check(compression)
 
 
-def _list_settings(settings: Mapping[str, object]) -> str:
-    return " and ".join(f"`{name}={value}`" for name, value in settings.items() if value)
-
-
 def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of a Trainer whose optimizers and schedulers are made."""
     at_least(1, accumulate_grad_batches=trainer.accumulate_grad_batches)
@@ -110,9 +106,10 @@ def check_trainer(trainer: L.Trainer) -> None:
                 raise ValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
         often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
         if isinstance(callback, ModelCheckpoint) and any(often.values()):
+            settings = " and ".join(f"`{name}={value}`" for name, value in often.items() if value)
             raise ValueError(
-                f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {_list_settings(often)}: "
-                "it would save the model of whichever client trains then. Set `every_n_epochs=1`."
+                f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {settings}: it would "
+                "save the model of whichever client trains then. Set `every_n_epochs=1`."
             )
     for config in trainer.lr_scheduler_configs:
         stream = stream_of(trainer)
@@ -265,7 +262,12 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
     if isinstance(module, BringsLocalTrainer):
         return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, Client())]), None
     if len(optimizers) > 1:
-        _check_several(methods)
+        for method in methods:
+            if shapes_loss(method, Client()) or not method.vectorizable:
+                raise ValueError(
+                    f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
+                    f"`configure_optimizers` returned several. Leave `{type(method).__name__}` out."
+                )
     if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ValueError(
             "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True. Leave it out."
@@ -296,32 +298,19 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
             log.info("Clients of `%s` train one at a time, not side by side: %s.", type(module).__name__, by_step)
         return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step
     if wanted is None:
-        size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
+        samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))  # of most batches
+        with isolate_rng():  # a data set may draw a transform
+            batch = stream.samples.take(np.arange(1), "test")
+        numbers = samples * max(1, _numbers(batch[0] if is_labelled(batch) else batch))
+        size = min(size, max(2, _NUMBERS // numbers))
     kind = StepTrainer if padded else VectorizedTrainer
     return kind(module, methods, optimizers[0], size, federation.seed), None
-
-
-def _check_several(methods: Sequence[Declaration]) -> None:
-    for method in methods:
-        if shapes_loss(method, Client()) or not method.vectorizable:
-            raise ValueError(
-                f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
-                f"`configure_optimizers` returned several. Leave `{type(method).__name__}` out."
-            )
 
 
 def automatic_size(module: L.LightningModule) -> int:
     """Clients per vectorised step: small models gain most, those above `_LARGEST` nothing (see benchmarks)."""
     parameters = sum(p.numel() for p in module.parameters())
     return 1 if parameters > _LARGEST else max(2, min(1024, _NUMBERS // max(parameters, 1)))
-
-
-def _batch_numbers(stream: FederatedStream) -> int:
-    """How many numbers a batch of a client has that is as large as most."""
-    samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))
-    with isolate_rng():  # a data set may draw a transform
-        batch = stream.samples.take(np.arange(1), "test")
-    return samples * max(1, _numbers(batch[0] if is_labelled(batch) else batch))
 
 
 def _numbers(batch: Any) -> int:

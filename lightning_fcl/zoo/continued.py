@@ -126,20 +126,15 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
     parts = recipe_parts(entry.recipe, entry.full_name, over)
     state |= packaged_state(parts.model)
     if classes is not None:
-        _add_classes(state, parts.model)
+        for name, value in parts.model.state_dict().items():
+            if (known := state[name]).shape != value.shape:  # zeros, as for classes that nobody has seen yet
+                state[name] = torch.zeros_like(value)
+                state[name][tuple(map(slice, known.shape))] = known
     module = with_checkpoint(parts, checkpoint).model
     temporary = TemporaryFolder("continue")
     path = temporary.path / "continue.ckpt"
     torch.save(checkpoint, path)
     return Continuation(module, path, entry, parts, temporary)
-
-
-def _add_classes(state: dict[str, Tensor], module: L.LightningModule) -> None:
-    """Make a readout's state that of a module with more classes: zeros, as for classes that nobody has seen yet."""
-    for name, value in module.state_dict().items():
-        if (known := state[name]).shape != value.shape:
-            state[name] = torch.zeros_like(value)
-            state[name][tuple(map(slice, known.shape))] = known
 
 
 def continuation(checkpoint: Mapping[str, Any], parts: RecipeParts, first: bool) -> dict[str, Any] | str:
