@@ -14,12 +14,8 @@ import yaml
 from lightning_fcl.cli.jobs import Job, at_least_one, begin, finished, run_jobs
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import did_you_mean
-from lightning_fcl.evaluation.charts import write_png
-from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
-from lightning_fcl.evaluation.figures import write_figures
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.headline import headlines
-from lightning_fcl.evaluation.leaderboard import board, picture, standing
 from lightning_fcl.evaluation.results import read_results, write_files, write_results
 from lightning_fcl.evaluation.table import Table, markdown_table, read_table, with_tasks, write_table
 from lightning_fcl.running.rows import (
@@ -143,6 +139,9 @@ def _write(
     figures: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the table and the figures of some rows, and say where they are."""
+    from lightning_fcl.evaluation.comparison import compare_page  # here and below: what draws takes time to import
+    from lightning_fcl.evaluation.figures import write_figures
+
     every = [one for runs in results.values() for one in runs]
     metrics = list(dict.fromkeys([*more, *(name for one in every for name in one["expected"])]))
     metrics += [name for name in whole.metrics if "_after_" in name]
@@ -203,6 +202,9 @@ class Leaderboard(Command):
         add("--finished", action="store_true", help="run nothing: the tables are of the runs that are finished")
 
     def run(self, options: Namespace) -> None:
+        from lightning_fcl.evaluation.charts import write_png
+        from lightning_fcl.evaluation.leaderboard import board, picture, standing
+
         """Run each method under each protocol, and write what they came to; cut off, the same command goes on."""
         at_least_one(seeds=options.seeds, workers=options.workers)
         folder, out = paper_folder("leaderboard"), options.out
@@ -269,6 +271,8 @@ class Demo(Command):
         parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
 
     def run(self, options: Namespace) -> None:
+        from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
+
         out: Path = options.out
         recipe = recipes_folder() / "quickstart.yaml"
         finetuning = out / "fine-tuning.yaml"
@@ -301,6 +305,8 @@ class Report(Command):
         )
 
     def run(self, options: Namespace) -> None:
+        from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
+
         runs = runs_below(options.runs)
         alone = options.runs[0] if len(options.runs) == 1 else None
         if runs == [alone] and options.out is None:

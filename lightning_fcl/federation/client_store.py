@@ -220,8 +220,10 @@ class ClientStore:
 
     def replace(self, states: Mapping[str, ClientState]) -> None:
         """Forget every client, and keep these states. Where processes share a folder, it is done once all have met."""
-        kept = list(states.values()) if isinstance(states, Mapping) else [None]
-        if not all(isinstance(own, Mapping) and all(isinstance(one, Mapping) for one in own.values()) for own in kept):
+        if not isinstance(states, Mapping) or not all(
+            isinstance(own, Mapping) and all(isinstance(section, Mapping) for section in own.values())
+            for own in states.values()
+        ):
             raise ValueError(
                 f"Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
                 f"{states!r:.200}. Continue from another one."

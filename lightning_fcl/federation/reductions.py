@@ -261,6 +261,11 @@ class Mean(Reduction):
         return WeightedMean()
 
 
+def sparse_bytes(kept: int, n: int, itemsize: int) -> int:
+    """Bytes of n numbers on the wire: a bit for each, and those that are kept; or all as they are, if that is less."""
+    return min(n * itemsize, kept * itemsize + -(-n // 8))
+
+
 class SparseMean(Reduction):
     """``sparse_mean``."""
 
@@ -277,7 +282,7 @@ class SparseMean(Reduction):
             >>> Mean().wire_bytes(value), SparseMean().wire_bytes(value)
             (64, 6)
         """
-        return min(value.nbytes, int(value.count_nonzero()) * value.element_size() + -(-value.numel() // 8))
+        return sparse_bytes(int(value.count_nonzero()), value.numel(), value.element_size())
 
     def accumulator(self) -> Accumulator:
         return _SparseMean()

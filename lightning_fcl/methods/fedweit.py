@@ -18,7 +18,7 @@ from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of, ranks_of
 from lightning_fcl.federation.ranks import share_by_client
-from lightning_fcl.federation.reductions import SparseMean
+from lightning_fcl.federation.reductions import sparse_bytes
 from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import methods_of
@@ -123,7 +123,7 @@ class FedWEIT(Method):
         for j, other in enumerate(others):
             packed = self.knowledge[other]
             new |= {f"kb.{j}.{name}": value for name, value in packed.items()}
-            _record(client).download(part.client, SparseMean().wire_bytes(unpack(**packed, size=model.size)))
+            _record(client).download(part.client, _wire_bytes(packed, model.size))
         return new
 
     def begin(self, client: Client) -> None:
@@ -185,9 +185,8 @@ class FedWEIT(Method):
         part, model = client.part, decomposed_of(client.module)
         if part.last_round and not client.missed:
             adaptive = own[f"model.tasks.{self._place(client.memory)}.adaptive"].detach()
-            sparse = prune(adaptive, model.threshold)
-            self._arriving[part.client] = pack(sparse)
-            _record(client).upload(part.client, SparseMean().wire_bytes(sparse))
+            packed = self._arriving[part.client] = pack(prune(adaptive, model.threshold))
+            _record(client).upload(part.client, _wire_bytes(packed, model.size))
 
     # The server.
 
@@ -284,3 +283,8 @@ def unpack(values: Tensor, bits: Tensor, size: int) -> Tensor:
     """What `pack` has packed, shape (size,)."""
     kept = torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=size).astype(bool)).to(values.device)
     return values.new_zeros(size).masked_scatter_(kept, values)
+
+
+def _wire_bytes(packed: Memory, size: int) -> int:
+    values = packed["values"]
+    return sparse_bytes(len(values), size, values.element_size())

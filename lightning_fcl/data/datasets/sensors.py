@@ -116,7 +116,7 @@ def _inside(path: Path) -> Path:
                 archive.filename = f"{path}/{name}"  # which messages name
                 check_members(archive, size)
                 break
-        return cast("Path", zipfile.Path(archive, f"{_FOLDER}/"))
+        return cast(Path, zipfile.Path(archive, f"{_FOLDER}/"))
 
 
 def _from_text(folder: Path, sensors: Sequence[str]) -> Arrays:
