@@ -58,19 +58,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """How a command ended; early: by a signal that came before it listened, when Python itself answers Ctrl-C."""
 
     code: int
     said: str
     seconds: float
     hung: bool
     orphans: list[int]
+    early: bool
 
     def wrong(self, what: str, codes: set[int]) -> Outcome | None:
         """What is wrong with it; None: nothing."""
+        raw = "Traceback (most recent call last)" in self.said or "Exception ignored" in self.said
         for kind, is_so in (
             ("hang", self.hung),
-            ("raw traceback", "Traceback (most recent call last)" in self.said or "Exception ignored" in self.said),
+            ("raw traceback", raw and not self.early),
             ("orphan", bool(self.orphans)),
             ("wrong ending", self.code not in codes),
         ):
@@ -115,10 +117,12 @@ class Command:
 
     def end(self, after: float | None = None, number: int = signal.SIGKILL) -> Ended:
         """Wait for its end; after some seconds with a signal."""
+        early = False
         if after is not None:
             try:
                 self.process.wait(after)
             except subprocess.TimeoutExpired:
+                early = not self._listens()
                 if number == signal.SIGINT:
                     os.killpg(self.process.pid, number)  # as a terminal does
                 else:
@@ -133,7 +137,13 @@ class Command:
         seconds = time.monotonic() - self.began
         orphans = self._orphans()
         self._listener.join(5)  # orphans that could not be killed may hold the pipe
-        return Ended(self.process.returncode, self.said.decode(errors="replace"), seconds, hung, orphans)
+        return Ended(self.process.returncode, self.said.decode(errors="replace"), seconds, hung, orphans, early)
+
+    def _listens(self) -> bool:
+        """Whether the process has a handler of its own for SIGTERM: only from `stop.listening` on."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
     def _orphans(self) -> list[int]:
         """The processes of this command that are still there five seconds after it; they are killed."""
