@@ -156,10 +156,9 @@ class SCAFFOLD(Method):
         return {**remember(zeros(averaged_parameters(module)), "c"), "clients": clients}
 
     def on_download(self, client: Client) -> Memory:
-        experience = client.part.experience
-        if client.memory and client.memory["experience"] == experience:
+        if not client.enters_experience:
             return client.memory
-        c = section(client.shared, "c")
+        experience, c = client.part.experience, section(client.shared, "c")
         begun = c if experience else zeros(c)
         return {"experience": torch.tensor(experience), **remember(zeros(c), "c"), **remember(begun, "begun")}
 

@@ -143,7 +143,7 @@ class DyToxTraining(Episodic):
     def _is_tuning(self, client: Client) -> bool:
         if client.federation is not None:
             return self._tunes(client.part) and client.local_epoch >= _usual_epochs(client)
-        if not (self.max_size and self.balanced_epochs and int(client.memory["present"])):
+        if not (self.max_size and self.balanced_epochs and client.part.experience):
             return False
         trainer = client.module.trainer
         left, stream = (trainer.max_epochs or 0) - trainer.current_epoch, stream_of(trainer)
@@ -160,7 +160,7 @@ class DyToxTraining(Episodic):
             generator.manual_seed(seed_of(federation.seed, part.client, part.round, "balanced"))
             data = federation.stream.client_samples(part.client, part.round, federation.seed)
             memory = remember_task(memory, data, part, self.max_size, generator)
-        elif not knows_task(memory, int(memory["present"])):
+        elif not knows_task(memory, part.experience):
             raise ValueError(
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
                 "is left to learn it. Raise `max_epochs`."
@@ -180,7 +180,7 @@ class DyToxTraining(Episodic):
     # What it makes of past tasks.
 
     def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        return past_samples(client.memory)
+        return past_samples(client)
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self._tuning or self._present is None or "old" not in client.memory:
@@ -217,11 +217,10 @@ class DyToxTraining(Episodic):
             memory = super().end_round(client, own, data)
         if not part.last_round:
             return memory
-        # The present task is a past one now: a round's samples are gathered before it begins.
         model = net_of(client.module)
         block = torch.tensor(model.blocks[_task_of(model, part.labels, part.client)])
         old = memory.get("old", torch.zeros(len(model.position), dtype=torch.bool))
-        memory = {**memory, "old": with_classes(old, block.to(old.device)), "present": torch.tensor(-1)}
+        memory = {**memory, "old": with_classes(old, block.to(old.device))}
         return memory | remember(own, "teacher") if self.distillation else memory
 
 

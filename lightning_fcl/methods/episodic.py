@@ -44,9 +44,6 @@ class Episodic(Method):
 
     max_size: int | float = argument(0.1, memory_size)  # jsonargparse takes the first type that fits
 
-    def on_download(self, client: Client) -> Memory:
-        return {**client.memory, "present": torch.tensor(client.part.experience)}
-
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         if not client.part.drawn and knows_task(client.memory, client.part.experience):
             return client.memory
@@ -79,7 +76,7 @@ class GEM(Episodic):
     margin: float = argument(0.5, at_least, 0)
 
     def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        tasks = past_tasks(client.memory)
+        tasks = past_tasks(client)
         if not tasks:
             return gradient
         constraints = gradient.new_empty(len(tasks), len(gradient))
@@ -111,7 +108,7 @@ class AGEM(Episodic):
     batch_size: int | None = argument(None, at_least, 1)
 
     def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        past = past_samples(client.memory)
+        past = past_samples(client)
         if past is None:
             return gradient
         x, y = past
@@ -121,21 +118,22 @@ class AGEM(Episodic):
         return agem(gradient, gradient_of(x, y).to(gradient.dtype))
 
 
-def past_numbers(memory: Memory) -> list[int]:
-    """The numbers of the tasks of which samples are remembered, but the present one's, ascending."""
-    numbers = torch.unique(memory["task"]).tolist() if "task" in memory else []
-    return [number for number in numbers if number != int(memory["present"])]
+def past_numbers(client: Client) -> list[int]:
+    """The numbers of the tasks of which a client remembers samples, but the present one's, ascending."""
+    numbers = torch.unique(client.memory["task"]).tolist() if "task" in client.memory else []
+    return [number for number in numbers if number != client.part.experience]
 
 
-def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:
+def past_tasks(client: Client) -> list[tuple[Tensor, Tensor]]:
     """The remembered samples ``(x, y)`` of each task but the present one, in order."""
-    chosen = [memory["task"] == number for number in past_numbers(memory)]
+    memory = client.memory
+    chosen = [memory["task"] == number for number in past_numbers(client)]
     return [(memory["x"][rows], memory["y"][rows]) for rows in chosen]
 
 
-def past_samples(memory: Memory) -> tuple[Tensor, Tensor] | None:
+def past_samples(client: Client) -> tuple[Tensor, Tensor] | None:
     """Those of all tasks but the present one together; None where there are none."""
-    tasks = past_tasks(memory)
+    tasks = past_tasks(client)
     x, y = ([task[part] for task in tasks] for part in (0, 1))
     return (torch.cat(x), torch.cat(y)) if tasks else None
 
@@ -177,7 +175,7 @@ def with_task(memory: Memory, samples: Memory, task: int) -> Memory:
     if "task" in memory:
         kept = memory["task"].to(device) != task
         new = {name: torch.cat([memory[name].to(device)[kept], value]) for name, value in new.items()}
-    return {**memory, **new, "present": torch.tensor(task)}
+    return {**memory, **new}
 
 
 def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
@@ -284,10 +282,10 @@ class BCN(Episodic):
     batch_size: int = argument(128, at_least, 1)
 
     def task_weight(self, client: Client) -> float:
-        return self.beta if past_tasks(client.memory) else 1.0
+        return self.beta if past_tasks(client) else 1.0
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        past = past_samples(client.memory)
+        past = past_samples(client)
         if past is None:
             return 0.0
         assert step.y is not None  # as it needs labels

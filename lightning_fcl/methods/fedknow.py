@@ -85,7 +85,6 @@ class FedKNOW(FedViT):
         memory |= remember(owners, "owner") | remember(kept, "kept") | remember(small, f"small{part.experience}")
         classes = part.task_classes or range(part.num_classes)
         memory[f"block{part.experience}"] = torch.tensor(classes, dtype=torch.long)
-        memory["present"] = torch.tensor(part.experience)
         return memory | remember(self._tuned(client.module, memory, part.experience, x, y), "kept")
 
     def _tuned(self, module: L.LightningModule, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
@@ -103,9 +102,9 @@ class FedKNOW(FedViT):
         # Adam leaves a weight alone whose gradient was always zero.
         return {n: torch.where(owners[n] == task + 1, leaf.detach(), kept[n]) for n, leaf in leaves.items()}
 
-    def known(self, memory: Memory) -> list[int]:
-        numbers = sorted(int(name.removeprefix("block")) for name in memory if name.startswith("block"))
-        return [number for number in numbers if number != int(memory["present"])]
+    def known(self, client: Client) -> list[int]:
+        numbers = sorted(int(name.removeprefix("block")) for name in client.memory if name.startswith("block"))
+        return [number for number in numbers if number != client.part.experience]
 
     def restore(self, client: Client, task: int, gradient_of: GradientOf) -> Tensor:
         """The gradient of distillation from a past task's network on the present batch, shape (p,)."""

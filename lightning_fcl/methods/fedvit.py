@@ -125,9 +125,9 @@ class FedViT(FedRep):
         kept = lowest_loss(loss, y, self.rho)
         return with_task(memory, {"x": x[kept], "y": y[kept]}, client.part.experience)
 
-    def known(self, memory: Memory) -> list[int]:
+    def known(self, client: Client) -> list[int]:
         """Numbers of the past tasks of which there is knowledge, ascending."""
-        return past_numbers(memory)
+        return past_numbers(client)
 
     def restore(self, client: Client, task: int, gradient_of: GradientOf) -> Tensor:
         """The gradient of a past task at the present parameters, shape (p,)."""
@@ -145,8 +145,7 @@ class FedViT(FedRep):
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == part.experience
 
     def on_download(self, client: Client) -> Memory:
-        memory = client.memory if self._goes_on(client.memory, client.part) else _without_body(client.memory)
-        return {**memory, "present": torch.tensor(client.part.experience)}
+        return client.memory if self._goes_on(client.memory, client.part) else _without_body(client.memory)
 
     def begin(self, client: Client) -> None:
         self._before = {**client.server, **section(client.memory, "body")} if "at" in client.memory else None
@@ -169,7 +168,7 @@ class FedViT(FedRep):
             return gradient
         if client.local_epoch < self._integration:
             return project(gradient_of(*finite_pairs(client.batch), state=self._before), gradient[None], self.margin)
-        tasks = self.known(client.memory)
+        tasks = self.known(client)
         if not tasks:
             return gradient
         anew = self._steps % self.select_every == 0 or len(tasks) <= self.k

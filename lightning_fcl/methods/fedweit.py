@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
@@ -106,7 +105,7 @@ class FedWEIT(Method):
 
     def on_download(self, client: Client) -> Memory:
         memory, part = client.memory, client.part
-        if not client.active or _learns(memory, part):
+        if not client.active or not client.enters_experience:
             return memory
         model, past = decomposed_of(client.module), int(memory.get("tasks", torch.tensor(0)))
         new: Memory = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(part.experience)}
@@ -174,7 +173,7 @@ class FedWEIT(Method):
         if not client.active:
             return memory
         if not client.part.drawn:
-            if _learns(memory, client.part):
+            if not client.enters_experience:
                 self._publish(client, own)
             return memory
         self._publish(client, own)
@@ -237,11 +236,6 @@ class FedWEIT(Method):
         if isinstance(module, Classifier) and isinstance(module.model, Decomposed):
             module.model.receive([])
         self._gates = []
-
-
-def _learns(memory: Memory, part: ClientRound) -> bool:
-    """Whether a client has begun with the task of its part."""
-    return "experience" in memory and int(memory["experience"]) == part.experience
 
 
 def _record(client: Client) -> RoundRecord:

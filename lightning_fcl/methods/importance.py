@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
@@ -17,19 +17,11 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step, remember, section, zeros
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.functional import stepped_by, trainable
+from lightning_fcl.methods.functional import states_loss, stepped_by, trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.sample_gradients import mean_over_samples
 
 _SCALE = "scale"  # the entry of a memory that the importance is multiplied by
-
-
-def quadratic_penalty(
-    params: Mapping[str, Tensor], center: Mapping[str, Tensor], importance: Mapping[str, Tensor]
-) -> Tensor:
-    """``1 / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the entries of ``importance`` that are in ``params``."""
-    terms = [(importance[n] * (value - center[n]).square()).sum() for n, value in params.items() if n in importance]
-    return 0.5 * summed(terms, params)
 
 
 def scale_of(importance: Mapping[str, Tensor]) -> Tensor:
@@ -42,22 +34,6 @@ def scale_of(importance: Mapping[str, Tensor]) -> Tensor:
 def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
     """The sum of scalars, 0 where there are none, on the device of ``params``."""
     return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
-
-
-def fisher_information(
-    module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor, names: Iterable[str]
-) -> State:
-    """Diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``, of true labels."""
-    task: Any = module
-    return mean_over_samples(
-        module, lambda output, y: task.sample_loss(output, y).sum(), torch.square, state, x, y, names
-    )
-
-
-def output_sensitivity(module: nn.Module, state: Mapping[str, Tensor], x: Tensor, names: Iterable[str]) -> State:
-    """How much the output depends on each parameter: ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``."""
-    unlabelled = torch.zeros(len(x), device=x.device)
-    return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
 
 
 @dataclass(eq=False)
@@ -88,7 +64,9 @@ class Consolidation(Method):
         memory = client.memory
         if self.strength == 0:
             return 0.0
-        penalty = quadratic_penalty(step.params, section(memory, "center"), section(memory, "importance"))
+        center, importance = section(memory, "center"), section(memory, "importance")
+        moved = {name: (value - center[name]).square() for name, value in step.params.items() if name in importance}
+        penalty = 0.5 * summed([(importance[name] * value).sum() for name, value in moved.items()], step.params)
         return self.strength * (memory[_SCALE] * penalty if _SCALE in memory else penalty)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
@@ -105,8 +83,9 @@ class EWC(Consolidation):
     """Every step: holds what was important in the client's earlier experiences (Kirkpatrick et al. 2017, equation 3).
 
     ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta* is the
-    client's own model at the end of its latest experience; F is the sum of the `fisher_information` of all its
-    experiences, each taken at the experience's end from the data of its last round.
+    client's own model at the end of its latest experience; F is the sum, over its experiences, of the diagonal of the
+    empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``, each taken at the experience's end from
+    the data of its last round and their true labels.
 
     Args:
         strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning.
@@ -128,15 +107,19 @@ class EWC(Consolidation):
     needs: ClassVar[Needs] = Needs(loss=True, samples=True)
 
     def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
-        return fisher_information(client.module, own, data[0], data[1], names)
+        loss = states_loss(client.module).sample_loss
+        return mean_over_samples(
+            client.module, lambda output, y: loss(output, y).sum(), torch.square, own, data[0], data[1], names
+        )
 
 
 @dataclass(eq=False)
 class MAS(Consolidation):
     """Every step: holds what the client's output depended on in earlier experiences (Aljundi et al. 2018).
 
-    ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`, but Omega is the
-    `output_sensitivity`, without labels. The paper's equation 4 has no 1 / 2: its lambda is ``strength / 2``.
+    ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`, but Omega is without labels,
+    ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``. The paper's equation 4 has no 1 / 2: its lambda is half the
+    strength.
 
     Args:
         strength: Weight of the penalty, at least 0; 0 is fine-tuning.
@@ -156,7 +139,10 @@ class MAS(Consolidation):
     strength: float = argument(0.5, at_least, 0)
 
     def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
-        return output_sensitivity(client.module, own, data[0], names)
+        x, nothing = data[0], torch.zeros(len(data[0]), device=data[0].device)
+        return mean_over_samples(
+            client.module, lambda output, y: output.square().sum(), torch.abs, own, x, nothing, names
+        )
 
 
 @dataclass(eq=False)

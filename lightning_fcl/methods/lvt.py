@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,14 +23,6 @@ from lightning_fcl.methods.functional import predictions, states_loss, trainable
 from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.sample_gradients import mean_over_samples
-
-
-def attention_loss(
-    params: Mapping[str, Tensor], previous: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
-) -> Tensor:
-    """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G, that are in ``params``."""
-    terms = [(g * (params[name] - previous[name])).abs().sum() for name, g in gradient.items() if name in params]
-    return summed(terms, params)
 
 
 @dataclass(eq=False)
@@ -97,9 +88,10 @@ class LVTMethod(Method):
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         memory = client.memory
         total: Tensor | float = 0.0
-        gradient = section(memory, "gradient")
+        gradient, previous = section(memory, "gradient"), section(memory, "previous")
         if self.gamma and gradient:
-            total = total + self.gamma * attention_loss(step.params, section(memory, "previous"), gradient)
+            of = [(g, step.params[name] - previous[name]) for name, g in gradient.items() if name in step.params]
+            total = total + self.gamma * summed([(g * moved).abs().sum() for g, moved in of], step.params)
         if not (self.alpha or self.beta) or "task" not in memory:
             return total
         module, size = client.module, len(step.output) if self.batch_size is None else self.batch_size

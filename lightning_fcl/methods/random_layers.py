@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,36 +119,28 @@ class KeyedRandomness(TorchFunctionMode):
             self._key = self._key()
         return uniform(self._key, self._stream, shape)
 
-    def _keep_mask(self, x: Tensor, p: float, spatial: int = 0) -> Tensor:
-        """Which numbers are kept, as 0 and 1; with ``spatial`` dimensions whole channels are."""
-        shape = x.shape[: x.dim() - spatial]
-        return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * spatial)
+    def _keep_mask(self, x: Tensor, p: float, channels: bool) -> Tensor:
+        """Which numbers are kept, as 0 and 1; with ``channels`` whole ones are."""
+        shape = x.shape[:2] if channels else x.shape
+        return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * (x.dim() - len(shape)))
 
     def dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, spatial: int = 0
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, channels: bool = False
     ) -> Tensor:
         if not training or p == 0:
             return input
-        return _given(input, input * (self._keep_mask(input, p, spatial) / (1 - p) if p < 1 else 0.0), inplace)
-
-    def channel_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return self.dropout(input, p, training, inplace, input.dim() - 2)
+        return _given(input, input * (self._keep_mask(input, p, channels) / (1 - p) if p < 1 else 0.0), inplace)
 
     def alpha_dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, spatial: int = 0
+        self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, channels: bool = False
     ) -> Tensor:
         """As `torch.nn.functional.alpha_dropout`: what is dropped takes SELU's negative saturation."""
         if not training or p == 0:
             return input
         alpha = 1.7580993408473766
         scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
-        kept = self._keep_mask(input, p, spatial)
+        kept = self._keep_mask(input, p, channels)
         return _given(input, (input * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
-
-    def channel_alpha_dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-    ) -> Tensor:
-        return self.alpha_dropout(input, p, training, inplace, input.dim() - 2)
 
     def attention(
         self,
@@ -212,11 +205,9 @@ _ENTERED: list[KeyedRandomness] = []
 _KEYED: dict[Callable[..., Any], Callable[..., Any]] = {
     _is_entered: lambda mode, x: True,
     F.dropout: KeyedRandomness.dropout,
-    F.dropout1d: KeyedRandomness.channel_dropout,
-    F.dropout2d: KeyedRandomness.channel_dropout,
-    F.dropout3d: KeyedRandomness.channel_dropout,
+    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), partial(KeyedRandomness.dropout, channels=True)),
     F.alpha_dropout: KeyedRandomness.alpha_dropout,
-    F.feature_alpha_dropout: KeyedRandomness.channel_alpha_dropout,
+    F.feature_alpha_dropout: partial(KeyedRandomness.alpha_dropout, channels=True),
     F.scaled_dot_product_attention: KeyedRandomness.attention,
     torch.rand_like: KeyedRandomness.rand_like,
     torch.bernoulli: KeyedRandomness.bernoulli,

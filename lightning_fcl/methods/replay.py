@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -173,7 +173,9 @@ class Replay(Method):
             chosen, order = select(
                 self._buffer(),
                 size,
-                _Whole(sample, labels.cpu(), new["task"].cpu()),
+                sample,
+                labels.cpu(),
+                new["task"].cpu(),
                 places,
                 Agent(self.buffer, model, part.experience),
                 client.generator,
@@ -249,90 +251,61 @@ class Agent(SimpleNamespace):
 def select(
     buffer: Any,
     size: int,
-    whole: _Whole,
+    sample: Callable[[int], Any],
+    labels: Tensor,
+    tasks: Tensor,
     memory: Memory,
     agent: Agent,
     generator: torch.Generator,
 ) -> tuple[Tensor, Memory]:
     """Which of ``n`` samples, remembered ones first, a buffer keeps: their indices, and what belongs to them next time.
 
-    ``memory`` is what this function gave last for the remembered ones: ``priority`` or ``group``, shape (kept,).
+    ``labels`` and ``tasks`` have the class and the experience of each, shape (n,). ``memory`` is what this function
+    gave last for the remembered ones: ``priority`` or ``group``, shape (kept,).
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from avalanche.benchmarks import utils
+        from avalanche.training import storage_policy as policies
+
+    def part(indices: Tensor) -> Any:
+        items = _Items(sample, indices, labels)
+        told = [utils.DataAttribute(items.targets, "targets")]
+        told.append(utils.DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
+        return utils.TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
+
     old = len(next(iter(memory.values()))) if memory else 0
-    remembered, new = torch.arange(old), torch.arange(old, len(whole.labels))
-    buffer = copy.copy(buffer)
+    single, by_class, parametric = (
+        isinstance(buffer, getattr(policies, kind))
+        for kind in ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ParametricBuffer")
+    )
+    priority = memory.get("priority", torch.zeros(old))
+    group = labels[:old] if by_class else memory.get("group", torch.zeros(old, dtype=torch.long))
+
+    def restored(number: int) -> Any:
+        """A group of the buffer as it was: Avalanche has no way to restore one."""
+        one: Any = policies.ReservoirSamplingBuffer(size)
+        if parametric:
+            one = policies._ParametricSingleBuffer(size, buffer.selection_strategy)
+        held = torch.nonzero(group == number).flatten()
+        held = held[priority[held].argsort(descending=True, stable=True)]
+        one.buffer, one._buffer_weights = part(held), priority[held]
+        return one
+
+    known = set(group.tolist()) if by_class else dict.fromkeys(group.tolist())
+    buffer = restored(0) if single else copy.copy(buffer)
     buffer.max_size = size
-    for name, value in (("buffer_groups", {}), ("seen_classes", set()), ("seen_groups", set()), ("_num_exps", 0)):
-        if name in vars(buffer):
-            setattr(buffer, name, value)
+    if not single:
+        buffer.buffer_groups = {number: restored(number) for number in known}
+        buffer.seen_classes = buffer.seen_groups = known if by_class else set(known)
+        buffer._num_exps = len(known)
     with isolate_rng(include_cuda=False):
         seed = int(torch.randint(2**62, (1,), generator=generator))
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
-        if type(buffer).__name__ in ("ReservoirSamplingBuffer", "ClassBalancedBuffer"):
-            groups = _reservoirs(buffer, whole, remembered, new, memory.get("priority", torch.empty(0)))
-            return whole.places(groups), {"priority": torch.cat([group._buffer_weights for group in groups])}
-        numbers = _grouped(buffer, whole, new, memory.get("group", torch.empty(0)), agent)
-        return whole.places(list(buffer.buffer_groups.values())), {"group": numbers}
-
-
-class _Whole:
-    """All samples, remembered and new, with the class and the experience of each, of which Avalanche gets parts."""
-
-    def __init__(self, sample: Callable[[int], Any], labels: Tensor, tasks: Tensor) -> None:
-        self.sample, self.labels, self.tasks = sample, labels, tasks
-
-    def part(self, indices: Tensor) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from avalanche.benchmarks.utils import DataAttribute, TaskAwareSupervisedClassificationDataset
-
-        data = _Items(self.sample, indices, self.labels)
-        labels = DataAttribute(data.targets, "targets")
-        tasks = DataAttribute([int(task) for task in self.tasks[indices]], "targets_task_labels")
-        return TaskAwareSupervisedClassificationDataset([data], data_attributes=[labels, tasks])
-
-    def places(self, groups: Sequence[Any]) -> Tensor:
-        return torch.tensor([item[2] for group in groups for item in group.buffer], dtype=torch.long)
-
-
-def _reservoirs(buffer: Any, whole: _Whole, old: Tensor, new: Tensor, priority: Tensor) -> list[Any]:
-    """The reservoirs of a buffer, the only one or those of classes, after the new samples have come in."""
-    from avalanche.training import ReservoirSamplingBuffer
-
-    def reservoir(indices: Tensor) -> Any:
-        one = ReservoirSamplingBuffer(buffer.max_size)
-        order = priority[indices].argsort(descending=True)
-        one.buffer = whole.part(indices[order])
-        one._buffer_weights = priority[indices[order]]  # Avalanche has no way to restore a buffer
-        return one
-
-    if isinstance(buffer, ReservoirSamplingBuffer):
-        groups = [reservoir(old)]
-        groups[0].update_from_dataset(whole.part(new))
-        return groups
-    buffer.seen_classes = set(whole.labels[old].tolist())
-    buffer.buffer_groups = {c: reservoir(old[whole.labels[old] == c]) for c in buffer.seen_classes}
-    buffer.update_from_dataset(whole.part(new))
-    return list(buffer.buffer_groups.values())
-
-
-def _grouped(buffer: Any, whole: _Whole, new: Tensor, group: Tensor, agent: Agent) -> Tensor:
-    """Let the new samples into a buffer of ordered groups; the group of each sample that is kept."""
-    from avalanche.training.storage_policy import ParametricBuffer, ReservoirSamplingBuffer, _ParametricSingleBuffer
-
-    for number in dict.fromkeys(group.tolist()):
-        held = whole.part(torch.nonzero(group == number).flatten())
-        if isinstance(buffer, ParametricBuffer):
-            one: Any = _ParametricSingleBuffer(buffer.max_size, buffer.selection_strategy)
-        else:
-            one = ReservoirSamplingBuffer(buffer.max_size)
-            one._buffer_weights = torch.zeros(len(held))  # they are in order, and nothing new comes in
-        one.buffer = held
-        buffer.buffer_groups[number] = one
-    if isinstance(buffer, ParametricBuffer):
-        buffer.seen_groups = set(buffer.buffer_groups)
-    else:
-        buffer._num_exps = len(buffer.buffer_groups)
-    buffer.post_adapt(agent, SimpleNamespace(dataset=whole.part(new)))
-    return torch.tensor([number for number, one in buffer.buffer_groups.items() for _ in range(len(one.buffer))])
+        buffer.post_adapt(agent, SimpleNamespace(dataset=part(torch.arange(old, len(labels)))))
+    groups = {0: buffer} if single else buffer.buffer_groups
+    chosen = torch.tensor([item[2] for one in groups.values() for item in one.buffer], dtype=torch.long)
+    if single or by_class:
+        return chosen, {"priority": torch.cat([one._buffer_weights for one in groups.values()])}
+    return chosen, {"group": torch.tensor([number for number, one in groups.items() for _ in range(len(one.buffer))])}

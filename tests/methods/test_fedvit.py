@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedKNOW, FedViT
+from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods import fedvit as module
@@ -145,7 +146,7 @@ def test_equals_a_loop_by_hand(fit, margin):
         kept = store[client]["model"]
         torch.testing.assert_close(kept["model.head.weight"], state["head"].weight.detach())
         memory = store[client]["FedViT"]
-        assert set(memory) == {"x", "y", "task", "present"}
+        assert set(memory) == {"x", "y", "task"}
         torch.testing.assert_close(memory["x"][memory["task"] == 1], state["memory"][0])
 
 
@@ -284,7 +285,7 @@ def test_clients_that_were_not_drawn_remember(fit):
         logits = own(x)[:, block]
         loss = F.cross_entropy(logits, torch.searchsorted(torch.tensor(block), y), reduction="none")
         expected = sorted(r for c in y.unique() for r in best(loss, y, c, 0.1))
-        assert torch.equal(memory["x"], x[expected]) and set(memory) == {"x", "y", "task", "present"}
+        assert torch.equal(memory["x"], x[expected]) and set(memory) == {"x", "y", "task"}
 
 
 def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
@@ -293,8 +294,7 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     method = FedViT(k=2, select_every=3)
     monkeypatch.setattr(FedViT, "restore", lambda self, client, task, of: taken.append(task) or gradients[task])
     monkeypatch.setattr(module, "project", lambda g, rows, margin: projected.append(rows.clone()) or g)
-    memory = {"task": torch.tensor([0, 1, 2, 3]), "present": torch.tensor(3)}
-    client = Client(memory)
+    client = Client({"task": torch.tensor([0, 1, 2, 3])}, part=ClientRound("a", 3, experience=3))
     client.local_epoch = 2  # the body's
     method.begin(client)
     for _ in range(4):
@@ -307,7 +307,7 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     method.begin(client)
     method.project(client, torch.tensor([1.0, 1.0]), None)
     assert taken == [0, 1, 2] and len(projected[-1]) == 3
-    client.memory = {"present": torch.tensor(0)}
+    client.memory = {}
     assert method.project(client, gradients[0], None) is gradients[0]  # nothing is remembered
 
 

@@ -63,7 +63,7 @@ class Watch(Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.after.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
-        self.past.append([mean_gradient(pl_module, *pair) for pair in past_tasks(self.method.client.memory)])
+        self.past.append([mean_gradient(pl_module, *pair) for pair in past_tasks(self.method.client)])
 
 
 # What is remembered.
@@ -114,9 +114,9 @@ def test_a_task_keeps_the_samples_of_its_newest_round():
         memory = remember_task(memory, part, ClientRound("a", round, experience), 0.1, rng)
     assert memory["task"].tolist() == [0, 0, 2, 2, 2, 2] and memory["y"].tolist() == [0, 1, 2, 2, 2, 2]
     assert all(20 <= x < 40 for x in memory["x"][:2, 0]) and all(40 <= x < 80 for x in memory["x"][2:, 0])
-    (x, y), *others = past_tasks(memory)
+    (x, y), *others = past_tasks(Client(memory, {}, ClientRound("a", 2, experience=2)))
     assert not others and torch.equal(x, memory["x"][:2]) and torch.equal(y, memory["y"][:2])
-    both = past_tasks(GEM().on_download(Client(memory, {}, ClientRound("a", 3, experience=3))))
+    both = past_tasks(Client(memory, {}, ClientRound("a", 3, experience=3)))
     assert [len(y) for _, y in both] == [2, 4]
 
 
@@ -219,14 +219,14 @@ def test_a_gem_takes_the_past_tasks_together(make_task, samples, train, assert_s
 
 def test_a_gem_draws_its_reference():
     memory = remember_task({}, data([0] * 50), ClientRound("a", 0), 1.0, generator())
-    memory, drawn = AGEM().on_download(Client(memory, {}, ClientRound("a", 1, experience=1))), []
+    client, drawn = Client(memory, {}, ClientRound("a", 1, experience=1)), []
 
     def gradient_of(x, y):
         drawn.append(tuple(x[:, 0].int().tolist()))
         return torch.ones(2)
 
     for _ in range(3):
-        AGEM(batch_size=5).project(Client(memory), -torch.ones(2), gradient_of)
+        AGEM(batch_size=5).project(client, -torch.ones(2), gradient_of)
     assert all(len(set(batch)) == 5 for batch in drawn) and len(set(drawn)) == 3
 
 

@@ -19,7 +19,6 @@ from lightning_fcl.data.datasets import load_dataset
 from lightning_fcl.methods import sample_gradients as module_under_test
 from lightning_fcl.methods.client import Client, Step, section
 from lightning_fcl.methods.functional import trainable
-from lightning_fcl.methods.importance import fisher_information, output_sensitivity
 from lightning_fcl.methods.sample_gradients import Outer, outer_gradients, over_samples, sample_gradients, squared_norms
 from lightning_fcl.models import MLP
 
@@ -107,8 +106,8 @@ def by_loop(task, kind, x, y):
 
 
 def of(kind, task, x, y):
-    state, names = task.state_dict(), [*trainable(task)]
-    return fisher_information(task, state, x, y, names) if kind == "EWC" else output_sensitivity(task, state, x, names)
+    method = EWC() if kind == "EWC" else MAS()
+    return method.importance(Client(module=task), task.state_dict(), [x, y], [*trainable(task)])
 
 
 def assert_close(left, right):
