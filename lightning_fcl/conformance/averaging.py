@@ -26,26 +26,31 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.models.decomposed import LoRA
 
 
-def _is_fedavg_with(claim: str, **arguments: Any) -> None:
-    said = " and ".join(f"{name} = {value}" for name, value in arguments.items())
+def is_fedavg(
+    claim: str, says: str = "", tasks: int = 2, rounds: int = 2, clients: int = 3, batch_size: int = 8, **arguments: Any
+) -> None:
+    """State of a method that it is FedAvg: with such arguments, or in such a stream."""
+    when = says or "with " + " and ".join(f"{name} = {value}" for name, value in arguments.items())
 
-    @states(claim, f"with {said} it is FedAvg")
+    @states(claim, f"{when}: it is FedAvg" if says else f"{when} it is FedAvg")
     def _(kind: type[Method]) -> None:
-        assert_same(train([make(kind, **arguments)]), train(), f"with {said}")
+        stream = partial(trial_stream, clients, tasks, rounds, batch_size=batch_size)
+        found, wanted = (train(methods, stream()) for methods in ([make(kind, **arguments)], []))
+        assert_same(found, wanted, when)
 
 
-_is_fedavg_with("FedProx", mu=0.0)
-_is_fedavg_with("FedProto", strength=0.0)
-_is_fedavg_with("LogitAdjustment", tau=0.0)
-_is_fedavg_with("FedNTD", beta=0.0)
-_is_fedavg_with("MOON", mu=0.0)
-_is_fedavg_with("FedDyn", alpha=0.0)
-_is_fedavg_with("EWC", strength=0.0)
-_is_fedavg_with("MAS", strength=0.0)
-_is_fedavg_with("SI", strength=0.0)
-_is_fedavg_with("LwF", strength=0.0)
-_is_fedavg_with("TARGET", kd=0.0)
-_is_fedavg_with("TARGET", images=0)
+is_fedavg("FedProx", mu=0.0)
+is_fedavg("FedProto", strength=0.0)
+is_fedavg("LogitAdjustment", tau=0.0)
+is_fedavg("FedNTD", beta=0.0)
+is_fedavg("MOON", mu=0.0)
+is_fedavg("FedDyn", alpha=0.0)
+is_fedavg("EWC", strength=0.0)
+is_fedavg("MAS", strength=0.0)
+is_fedavg("SI", strength=0.0)
+is_fedavg("LwF", strength=0.0)
+is_fedavg("TARGET", kd=0.0)
+is_fedavg("TARGET", images=0)
 
 
 @states("FedProx", "the penalty is mu / 2 times the squared distance from what the client has received")
@@ -62,25 +67,15 @@ def _(kind: type[Method]) -> None:
             raise AssertionError(f"the penalty is {found:.6f} and not {wanted:.6f}")
 
 
-def is_fedavg_in(claim: str, says: str, tasks: int = 2, rounds: int = 2, clients: int = 3, batch_size: int = 8) -> None:
-    """State of a method that in such a stream it is FedAvg."""
-
-    @states(claim, f"{says}: it is FedAvg")
-    def _(kind: type[Method]) -> None:
-        stream = partial(trial_stream, clients, tasks, rounds, batch_size=batch_size)
-        found, wanted = (train(methods, stream()) for methods in ([make(kind)], []))
-        assert_same(found, wanted, says)
-
-
-is_fedavg_in("FedProx", "in a round of one step no client has moved yet when it takes it", batch_size=240)
-is_fedavg_in("SCAFFOLD", "in the first round no client has a variate", tasks=1, rounds=1)
-is_fedavg_in("SCAFFOLD", "in rounds of one step corrections add up to nothing over all clients", batch_size=240)
-is_fedavg_in("SCAFFOLD", "of a single client there is nothing to correct", clients=1)
-is_fedavg_in("FedNova", "where all clients take equally many steps all count alike", batch_size=240)
-is_fedavg_in("RegMean", "a single client gets its own weights back", clients=1)
-is_fedavg_in(
-    "LogitAdjustment", "of a client with equally many samples of each class no logit moves", tasks=1, clients=1
-)
+is_fedavg("FedProx", "in a round of one step no client has moved yet when it takes it", batch_size=240)
+is_fedavg("SCAFFOLD", "in the first round no client has a variate", tasks=1, rounds=1)
+is_fedavg("SCAFFOLD", "in rounds of one step corrections add up to nothing over all clients", batch_size=240)
+is_fedavg("SCAFFOLD", "of a single client there is nothing to correct", clients=1)
+is_fedavg("FedNova", "where all clients take equally many steps all count alike", batch_size=240)
+is_fedavg("APFL", "what clients make of the server's model for themselves stays with them")
+is_fedavg("Ditto", "what clients make of the server's model for themselves stays with them")
+is_fedavg("RegMean", "a single client gets its own weights back", clients=1)
+is_fedavg("LogitAdjustment", "of a client with equally many samples of each class no logit moves", tasks=1, clients=1)
 
 
 @states("LoRM", "of a single client one round trains B and the head, and where tasks come together says the same")
@@ -94,16 +89,6 @@ def _(kind: type[Method]) -> None:
         train(methods, stream, task)
         outcomes.append({"outputs": task(stream.take(stream.plan.test)[0].double())})
     assert_close(outcomes[0], outcomes[1], "after a round of one client", 1e-8)
-
-
-def _server_is_fedavg(claim: str) -> None:
-    @states(claim, "the server's model is FedAvg's: what clients make of it for themselves stays with them")
-    def _(kind: type[Method]) -> None:
-        assert_same(train([make(kind)]), train(), "the server's model")
-
-
-_server_is_fedavg("APFL")
-_server_is_fedavg("Ditto")
 
 
 @states("FedRep", "heads never leave the clients: the server's is what it was, its body learns")

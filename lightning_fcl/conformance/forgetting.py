@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_fcl.conformance.averaging import is_fedavg_in
+from lightning_fcl.conformance.averaging import is_fedavg
 from lightning_fcl.conformance.trial import (
     CLASSES,
     NotTriedError,
@@ -38,7 +38,7 @@ _SEEDS = range(4)
 
 
 for _claim in ("EWC", "MAS", "SI", "LwF", "GEM", "AGEM", "ReFed", "FOT"):
-    is_fedavg_in(_claim, "in the first task there is nothing to keep", tasks=1)
+    is_fedavg(_claim, "in the first task there is nothing to keep", tasks=1)
 
 
 def _holds_more(claim: str, **arguments: Any) -> None:
@@ -74,35 +74,32 @@ def _(kind: type[Method]) -> None:
             raise AssertionError(f"seed {seed}: answers are {apart[0]:.3f} apart, with fine-tuning {apart[1]:.3f}")
 
 
-@states("GEM", "no step goes against the gradient of what is remembered of a past task")
-def _(kind: type[Method]) -> None:
-    _never_against_the_past(kind, margin=0.0)
-
-
-@states("AGEM", "no step goes against the gradient of what is remembered of past tasks")
-def _(kind: type[Method]) -> None:
-    _never_against_the_past(kind)
-
-
-def _never_against_the_past(kind: type[Method], **arguments: Any) -> None:
+def _never_against_the_past(claim: str, **arguments: Any) -> None:
     """With all that a client has had in memory, past tasks' gradients are known without a look into it."""
-    stream, against = trial_stream(clients=1), []
-    stream.setup("fit")
-    x, y = stream.take(stream.plan.train[0]["0"])
 
-    class Watched(kind):  # type: ignore[valid-type, misc]
-        def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-            stepped: Tensor = super().project(client, gradient, gradient_of)
-            if client.part.experience == 1:
-                reference = gradient_of(x.double(), y)
-                against.append(float(stepped @ reference / (stepped.norm() * reference.norm() + 1e-30)))
-            return stepped
+    @states(claim, "no step goes against the gradient of what is remembered of past tasks")
+    def _(kind: type[Method]) -> None:
+        stream, against = trial_stream(clients=1), []
+        stream.setup("fit")
+        x, y = stream.take(stream.plan.train[0]["0"])
 
-    train([make(Watched, max_size=1.0, **arguments)], trial_stream(clients=1))
-    if not against:
-        raise AssertionError("no step of the second task was projected")
-    if min(against) < -1e-6:
-        raise AssertionError(f"a step has cosine {min(against):.4f} with the gradient of the past task")
+        class Watched(kind):  # type: ignore[valid-type, misc]
+            def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+                stepped: Tensor = super().project(client, gradient, gradient_of)
+                if client.part.experience == 1:
+                    reference = gradient_of(x.double(), y)
+                    against.append(float(stepped @ reference / (stepped.norm() * reference.norm() + 1e-30)))
+                return stepped
+
+        train([make(Watched, max_size=1.0, **arguments)], trial_stream(clients=1))
+        if not against:
+            raise AssertionError("no step of the second task was projected")
+        if min(against) < -1e-6:
+            raise AssertionError(f"a step has cosine {min(against):.4f} with the gradient of the past task")
+
+
+_never_against_the_past("GEM", margin=0.0)
+_never_against_the_past("AGEM")
 
 
 @states("ReFed", "with room for all, every sample of the past joins one batch of every epoch of the next task")

@@ -169,9 +169,10 @@ def remembered_pairs(memory: Memory) -> tuple[Tensor, Tensor] | None:
 
 
 def with_task(memory: Memory, samples: Memory, task: int) -> Memory:
-    """The memory with samples, ``x``, ``y`` and what is known of each, in place of a task's earlier ones."""
-    device = samples["y"].device
-    new = {**samples, "task": torch.full((len(samples["y"]),), task, device=device)}
+    """The memory with samples, by name, such as ``x`` and ``y``, in place of a task's earlier ones."""
+    first = next(iter(samples.values()))
+    device = first.device
+    new = {**samples, "task": torch.full((len(first),), task, device=device)}
     if "task" in memory:
         kept = memory["task"].to(device) != task
         new = {name: torch.cat([memory[name].to(device)[kept], value]) for name, value in new.items()}

@@ -94,8 +94,8 @@ def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -
         if state is not None:
             leaves = {name: state[name].detach().requires_grad_() for name in params}
             others = {name: value.detach().clone() for name, value in state.items() if name not in params}
-        with isolate_rng(), torch.enable_grad():
-            value = _mean_loss(module, {**others, **leaves}, x, y, loss)
+        with torch.enable_grad():
+            value = loss_of(module)(x, y, {**others, **leaves}, loss)
         pieces = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return flatten({str(i): piece for i, piece in enumerate(pieces)})
 
@@ -121,8 +121,12 @@ def loss_of(module: L.LightningModule) -> LossOf:
     """``loss_of(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
 
     def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
-        with isolate_rng(), without_advancing():
-            return _mean_loss(module, params or {}, x, y, loss)
+        precision = module.trainer.precision_plugin
+        x, y = precision.convert_input(x.to(module.device)), y.to(module.device)
+        state = {name: value.clone() for name, value in module.named_buffers()} | dict(params or {})
+        with isolate_rng(), without_advancing(), precision.train_step_context():
+            output = functional_call(module, state, (x,))
+            return (loss or states_loss(module).sample_loss)(output, y).mean()
 
     return mean_loss
 
@@ -165,18 +169,6 @@ class Embedding(nn.Module):
                 "`Classifier`, or define it beside `speaks_lightning_fcl = True`."
             )
         return self.module.embed(x)
-
-
-def _mean_loss(
-    module: L.LightningModule, state: Mapping[str, Tensor], x: Any, y: Any, loss: SampleLoss | None = None
-) -> Tensor:
-    """The mean loss of a module on samples, some of its state replaced; its buffers stay as they are."""
-    precision = module.trainer.precision_plugin
-    x, y = precision.convert_input(x.to(module.device)), y.to(module.device)
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
-    with precision.train_step_context():
-        output = functional_call(module, {**buffers, **state}, (x,))
-        return (loss or states_loss(module).sample_loss)(output, y).mean()
 
 
 def states_loss(module: nn.Module, for_what: str = "") -> StatesLoss:

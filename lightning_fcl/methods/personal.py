@@ -22,7 +22,6 @@ from lightning_fcl.federation.optimizers import (
     set_group_values,
     with_parameters,
 )
-from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import gradient_of, step_along, stepped_by, trainable
@@ -67,7 +66,6 @@ class APFL(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._trainable: list[str] = []
-        self._keeps = False
         self._personal: dict[str, nn.Parameter] = {}  # of the client that trains now
         self._optimizer: Optimizer | None = None
 
@@ -78,8 +76,6 @@ class APFL(Method):
                 f"each batch, but got {trainer.accumulate_grad_batches}. Raise the stream's `batch_size` instead."
             )
         self._trainable = [*trainable(pl_module)]
-        federation = federation_of(trainer)
-        self._keeps = federation is not None and federation.strategy.keep_optimizer
 
     def on_download(self, client: Client) -> Memory:
         if not client.active:
@@ -123,7 +119,8 @@ class APFL(Method):
         return own
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        if not self._keeps or self._optimizer is None:
+        assert client.federation is not None  # as it needs one
+        if not client.federation.strategy.keep_optimizer or self._optimizer is None:
             return client.memory
         return {**client.memory, **remember(optimizer_memory(self._optimizer), "optimizer")}
 

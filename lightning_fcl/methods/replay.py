@@ -24,7 +24,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.episodic import memory_size
+from lightning_fcl.methods.episodic import memory_size, with_task
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.method import Method
 from lightning_fcl.randomness import seed_of
@@ -155,9 +155,7 @@ class Replay(Method):
             new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
         if self.buffer is None and self.policy == "refresh":
             chosen = torch.randperm(len(first), generator=client.generator)[:size]
-            kept = memory["task"] != part.experience if memory else None
-            picked = {name: value[chosen] for name, value in new.items()}
-            return {n: torch.cat([memory[n][kept], v]) for n, v in picked.items()} if kept is not None else picked
+            return with_task(memory, {name: value[chosen] for name, value in new.items()}, part.experience)
         seen = len(first) + (int(memory["seen"]) if memory else 0)
         if memory:
             new = {name: torch.cat([memory[name], value]) for name, value in new.items()}

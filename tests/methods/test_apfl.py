@@ -63,8 +63,8 @@ def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimiz
         assert left == right if isinstance(left, list) else all(torch.equal(left[n], right[n]) for n in left)
 
 
-def by_hand(task, stream, alpha0, alpha_lr, keep=False):
-    """Algorithm 1 of the paper, with the task's optimizer for w and for v."""
+def by_hand(task, stream, alpha0, alpha_lr, keep=False, strength=0.0):
+    """Algorithm 1 of the paper, with the task's optimizer for w and for v; that of Ditto has a strength."""
     w = copy.deepcopy(task)
     v, alpha = {c: copy.deepcopy(task) for c in stream.plan.clients}, dict.fromkeys(stream.plan.clients, alpha0)
     kept = {client: v[client].configure_optimizers() for client in v}
@@ -85,8 +85,8 @@ def by_hand(task, stream, alpha0, alpha_lr, keep=False):
                 pairs = zip(own.parameters(), local.parameters(), strict=True)
                 slope = sum(float(((q - p).detach() * g).sum()) for (q, p), g in zip(pairs, gradients, strict=True))
                 alpha[client] = min(max(a - alpha_lr * slope, 0.0), 1.0)
-                for q, g in zip(own.parameters(), gradients, strict=True):
-                    q.grad = a * g
+                for q, g, start in zip(own.parameters(), gradients, w.parameters(), strict=True):
+                    q.grad = a * g + strength * (q - start).detach()
                 personal.step()
                 optimizer.zero_grad()
                 cross_entropy(local(x[indices]), y[indices]).backward()

@@ -137,23 +137,6 @@ def test_flwf2t_drops_in(make_task, samples, train, by_hand, assert_same, kind, 
     assert_same(task, copied)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_lwf_drops_in_over_two_experiences(make_task, samples, train, by_hand, assert_same, accumulate):
-    task, copied, method = make_task(), make_task(), LwF(1.5)
-    first, second = samples([0, 2]), samples([1, 3], seed=1)
-    train(task, [method], first, accumulate_grad_batches=accumulate)
-    by_hand(copied, first, accumulate=accumulate)
-    assert_same(task, copied)
-    teacher, old = frozen(copied), [0, 2]
-
-    def loss(output, x, y):
-        return F.cross_entropy(output, y) + 1.5 * kd(output[:, old], teacher(x)[:, old])
-
-    train(task, [method], second, accumulate_grad_batches=accumulate)
-    by_hand(copied, second, loss, accumulate=accumulate)
-    assert_same(task, copied)
-
-
 def test_methods_add_up_in_either_order(make_task, samples, train, by_hand, assert_same):
     first, second, copied, data, teachers = make_task(), make_task(), make_task(), samples(), []
     train(first, [FedProx(0.5), FLwF2T(0.4, 0.5)], data)

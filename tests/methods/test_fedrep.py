@@ -98,17 +98,6 @@ def test_equals_a_loop_by_hand(fit, make_stream, change):
     assert [p.requires_grad for p in task.parameters()] == learn
 
 
-def test_bodies_are_shared_and_heads_are_not(fit, make_stream):
-    task = make_task()
-    trainer = fit(task, make_stream(drop_last=True), [FedRep(1, 1)], reductions=OWN)
-    store, log = trainer.strategy.server.store, trainer.strategy.server.record
-    heads = [store[client]["model"] for client in ("0", "1", "2")]
-    assert all(set(head) == {"model.head.weight", "model.head.bias"} for head in heads)
-    assert not torch.equal(heads[0]["model.head.weight"], heads[1]["model.head.weight"])
-    body = sum(value.nbytes for name, value in task.state_dict().items() if name.startswith("model.body"))
-    assert set(log.upload_bytes.values()) == {body}
-
-
 def test_a_client_without_it_trains_the_whole(fit, make_stream):
     stages = Stages()
     stream, method = make_stream(drop_last=True), FedRep(1, 1, clients=["0"])

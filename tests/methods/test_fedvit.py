@@ -19,7 +19,6 @@ from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods import fedvit as module
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
-from lightning_fcl.methods.projection import project
 
 from .test_fedrep import Stages
 from .test_icarl import Trained
@@ -187,32 +186,6 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
         groups = stream.plan.groups[stream.plan.test]
         assert all(c is None or c == right[groups == g].sum() for g, c in enumerate(counts))
     assert len(seen) >= 4
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("method", [FedViT, FedKNOW])
-def test_a_margin_favours_past_tasks_where_one_is_violated(fit, monkeypatch, method):
-    """Every constraint holds as without a margin, and is held with at least the margin's weight."""
-    rotations = []
-
-    def watched(gradient, constraints, margin=0.0):
-        result = project(gradient, constraints, margin)
-        rotations.append((gradient.double(), constraints.clone().double(), result.double(), margin))
-        return result
-
-    monkeypatch.setattr(module, "project", watched)
-    own = {"reductions": OWN, "local_epochs": 1}
-    fit(make_task(), make_stream(tasks=4), [method(rho=0.2, margin=0.5, integrate_last=True)], **own)
-    assert {margin for *_, margin in rotations} == {0.5}
-    turned = [(g, past, result) for g, past, result, _ in rotations if not torch.equal(g, result)]
-    assert len(turned) > 5 and any(len(past) > 1 for _, past, _ in turned) and len(turned) < len(rotations)
-    for g, past, result in turned:
-        scale = past.norm(dim=1) * (g.norm() + past.norm())
-        assert ((past @ result) >= -1e-6 * scale).all()
-        weights = torch.linalg.lstsq(past.T, result - g).solution
-        if torch.linalg.cond(past) < 1e3:
-            assert weights.min() >= 0.5 - 1e-3
-            assert (((past @ result).abs() <= 1e-4 * scale) | ((weights - 0.5).abs() < 1e-3)).all()
 
 
 def test_in_the_first_task_nothing_is_projected(fit, monkeypatch):

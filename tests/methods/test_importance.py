@@ -260,17 +260,6 @@ def test_the_defaults_hold_a_small_network_s_first_task_and_leave_its_weights_in
         assert min(means["EWC"], means["MAS"]) > means["naive"] + 0.02, means
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_client_is_the_plain_trainer(fit, make_stream, make_task, assert_same, kind):
-    federated, plain, tuned = make_task(), make_task(), make_task()
-    options = {"clients": 1, "rounds_per_experience": 2}
-    fit(federated, make_stream(**options), [KINDS[kind](STRENGTHS[kind])], cohort_size=1, seed=0)
-    fit(plain, make_stream(**options), [KINDS[kind](STRENGTHS[kind])], strategy="auto")
-    fit(tuned, make_stream(**options), strategy="auto")
-    assert_same(federated, plain, 1e-5)
-    assert (tuned.model[1].weight - plain.model[1].weight).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("cohort_size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_size):

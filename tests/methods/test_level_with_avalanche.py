@@ -24,7 +24,6 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.projection import project
 from lightning_fcl.models import MLP
 
@@ -184,7 +183,7 @@ class KeptAGEM(AGEM):
             self.references.append((x, y))
             return gradient_of(x, y)
 
-        return super().project(Client(client.memory), gradient, kept)
+        return super().project(client, gradient, kept)
 
 
 def with_ridge(gradient, constraints, margin):

@@ -8,12 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
 from lightning_fcl.data.batches import Batching, order_keys, plan_batches
-from lightning_fcl.data.scenarios import DomainIncremental
-from lightning_fcl.data.split import Split
-from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.wire import TopK
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
@@ -47,20 +43,20 @@ def adapt(by_numpy):
 def fedip(adapt):
     """FedIP in NumPy: gain and bias after some rounds that adapt."""
 
-    def run(reservoir, stream, method, rounds, gain=None, bias=None, buffers=None, seed=0, choose=None):
+    def run(reservoir, stream, method, rounds, gain=None, bias=None, buffers=None):
         size = reservoir.features
         gain = np.ones(size) if gain is None else gain
         bias = np.zeros(size) if bias is None else bias
         for round in rounds:
             states, weights = [], []
-            for client in choose(round) if choose else stream.plan.train[round]:
-                x, y = stream.take(stream.plan.train[round][client])
+            for client, own_rows in stream.plan.train[round].items():
+                x, y = stream.take(own_rows)
                 remembered = (buffers or {}).get(client, x[:0])
                 plan = plan_batches(
                     len(y),
                     method.epochs,
                     Batching(8, stream.shuffle),
-                    order_keys(seed, [client], round),
+                    order_keys(0, [client], round),
                     len(remembered),
                 )
                 own, x = (gain, bias), torch.cat([x, remembered])
@@ -153,44 +149,6 @@ def test_one_client_is_the_plain_trainer_and_the_loop(fit, make_series_stream, m
         assert_plasticity(task.reservoir, fedip(make_reservoir_task().reservoir, stream, method, [0, 1, 2]))
     torch.testing.assert_close(plain.readout.weight, federated.readout.weight, rtol=0, atol=1e-9)
     assert int(plain.readout.n) == int(federated.readout.n)
-
-
-def test_identical_clients_are_one(fit, make_series, make_reservoir_task):
-    def run(clients):
-        x, y = make_series(24)
-        names = [*"abc"[:clients], "test"]
-        owner = np.repeat(names, 24)
-        stream = FederatedStream.from_arrays(
-            np.tile(x, (len(names), 1, 1)),
-            np.tile(y, len(names)),
-            owner,
-            np.zeros(len(owner), dtype=int),
-            scenario=DomainIncremental(rounds_per_experience=4),
-            split=Split(test=["test"]),
-            batch_size=5,
-            shuffle=False,
-            seed=0,
-        )
-        task = make_reservoir_task(beta=0.0)
-        fit(task, stream, [IntrinsicPlasticity(local_epochs=2)])
-        return task
-
-    one, three = run(1), run(3)
-    assert (one.reservoir.gain - 1).abs().max() > 1e-2
-    for name in ("gain", "bias"):
-        left, right = (getattr(task.reservoir, name) for task in (one, three))
-        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
-    assert int(three.readout.n) == 3 * int(one.readout.n) == 3 * 24 * 9
-    torch.testing.assert_close(three.readout.weight, one.readout.weight, rtol=0, atol=1e-7)
-
-
-def test_only_participants_are_averaged(fit, make_series_stream, make_reservoir_task, fedip):
-    stream, task, method = make_series_stream(5, rounds_per_experience=4), make_reservoir_task(), IntrinsicPlasticity()
-    fit(task, stream, [method], participation=0.4, seed=3)
-    chosen = [Participation(0.4, 3).chosen(stream.plan, round)[0] for round in range(3)]
-    assert len(set(map(tuple, chosen))) > 1 and all(len(names) == 2 for names in chosen)
-    reservoir = make_reservoir_task().reservoir
-    assert_plasticity(task.reservoir, fedip(reservoir, stream, method, range(3), seed=3, choose=chosen.__getitem__))
 
 
 def test_averaged_readouts_on_an_adapted_reservoir(fit, make_series_stream, make_reservoir_task, fedip, by_numpy):

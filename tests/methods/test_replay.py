@@ -133,12 +133,6 @@ def test_depends_on_its_generator_alone_and_leaves_the_global_one(policy):
     assert numbers(learn(method, parts, seed=4)) != first
 
 
-def test_rehearses_all_it_remembers():
-    memory = learn(Replay(5, "reservoir", "round"), [data([0, 1, 2] * 4)])
-    x, y = Replay().rehearse(Client(memory))
-    assert x is memory["x"] and y is memory["y"] and Replay().rehearse(Client()) is None
-
-
 def replayed(memory, fit=0):
     """Joins a window of a random order of the memory to every batch, as a plain Trainer does."""
 
@@ -153,19 +147,6 @@ def replayed(memory, fit=0):
         return torch.cat([x, memory["x"][window]]), torch.cat([y, memory["y"][window]])
 
     return mix
-
-
-def test_drops_in_with_a_memory_of_the_last_epoch(make_task, samples, train, by_hand, assert_same):
-    task, copied, whole, memory = make_task(), make_task(), samples(), {}
-    train(task, [Replay(5, "refresh", "round")], whole, epochs=3)
-
-    def begin(epoch):
-        if epoch:  # after an epoch: a random choice of it, drawn with the epoch's number
-            chosen = torch.randperm(20, generator=generator(epoch - 1))[:5]
-            memory.update(x=whole[0][chosen], y=whole[1][chosen])
-
-    by_hand(copied, whole, epochs=3, begin=begin, mix=replayed(memory))
-    assert_same(task, copied)
 
 
 @pytest.mark.parametrize("kind", [Replay, ICaRL])
@@ -280,14 +261,6 @@ def test_avalanches_buffers_are_kept_as_tensors(name):
     again = learn(method, parts)
     assert all(torch.equal(value, again[entry]) for entry, value in memory.items())
     assert numbers(learn(method, parts, seed=1)) != numbers(memory)
-
-
-@pytest.mark.parametrize(("policy", "buffer"), [("reservoir", 0), ("class-balanced", 1)])
-def test_a_policy_is_its_buffer(policy, buffer):
-    parts = [data([0, 1] * 10), data([2] * 20, 20), data([0, 3] * 10, 40)]
-    one = [avalanche().ReservoirSamplingBuffer, avalanche().ClassBalancedBuffer][buffer](11)
-    expected, memory = learn(Replay(11, policy, "round"), parts), learn(Replay(buffer=one, update="round"), parts)
-    assert expected.keys() == memory.keys() and all(torch.equal(memory[name], expected[name]) for name in expected)
 
 
 def test_a_selection_strategy_sees_the_client_s_model(fit, make_stream, make_task):
