@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -225,16 +225,6 @@ def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, st
     return moved
 
 
-def descended(
-    params: Mapping[str, Tensor], gradient: Callable[[State], Sequence[Tensor]], rate: float, steps: int
-) -> State:
-    """Parameters after some steps of plain gradient descent, and apart from the graph (the second player)."""
-    state = {name: value.detach() for name, value in params.items()}
-    for _ in range(steps):
-        state = {n: value - rate * g for (n, value), g in zip(state.items(), gradient(state), strict=True)}
-    return state
-
-
 @dataclass(eq=False)
 class BCN(Episodic):
     """Every step: rehearses, against the worst inputs and for the parameters that fit all tasks best.
@@ -247,7 +237,8 @@ class BCN(Episodic):
     J_new is the task loss on the batch, J_PN that on samples drawn anew at each step, with replacement and from torch's
     global generator, among the remembered ones of past tasks and the batch's. The first bracket is generalisation:
     delta makes the loss of these samples as high as `worst_inputs` can. The second is forgetting: theta_B is where
-    `descended` takes a copy of the parameters on the same samples. Gradients do not go through the players' moves.
+    plain gradient descent takes a copy of the parameters on the same samples. Gradients do not go through the players'
+    moves.
 
     It differs from the authors' code in three things. There the copy theta_B is cut off the graph; here the gradient at
     theta_B counts, to first order. There the first of the ``x_steps`` does not move, and nothing holds within ``eps``.
@@ -315,10 +306,10 @@ class BCN(Episodic):
 
     def _balanced(self, step: Step, x: Tensor, y: Tensor) -> State:
         """The second player's parameters, whose gradient is that of the present ones."""
-
-        def gradient(state: State) -> Sequence[Tensor]:
-            leaves = {name: value.detach().requires_grad_() for name, value in state.items()}
-            return torch.autograd.grad(step.loss_of(x, y, leaves), list(leaves.values()), materialize_grads=True)
-
-        moved = descended(step.params, gradient, self.inner_lr, self.theta_steps)
+        moved = {name: value.detach() for name, value in step.params.items()}
+        for _ in range(self.theta_steps):
+            leaves = {name: value.requires_grad_() for name, value in moved.items()}
+            gradients = torch.autograd.grad(step.loss_of(x, y, leaves), list(leaves.values()), materialize_grads=True)
+            steps = zip(leaves.items(), gradients, strict=True)
+            moved = {name: value.detach() - self.inner_lr * gradient for (name, value), gradient in steps}
         return {name: value + (moved[name] - value).detach() for name, value in step.params.items()}

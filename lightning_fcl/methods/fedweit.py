@@ -156,7 +156,8 @@ class FedWEIT(Method):
         gates = self._gates if self.per_task or not self.l2 else [model.gate(own.mask)] * past
         for i, gate in enumerate(gates):
             adaptive = model.tasks[i if self.per_task else 0].adaptive
-            total = total + self.l2 * drift(base, gate, adaptive, client.memory[f"target.{i}"])
+            gone = torch.addcmul(adaptive - client.memory[f"target.{i}"], base, gate)
+            total = total + self.l2 * gone.dot(gone)
         return total
 
     def upload(self, client: Client, own: State) -> State:
@@ -252,12 +253,6 @@ def decomposed_of(module: L.LightningModule) -> Decomposed:
             f"`{type(model).__name__}`. Wrap it: `Decomposed(net, tasks=10)`."
         )
     return model
-
-
-def drift(base: Tensor, gate: Tensor, adaptive: Tensor, target: Tensor) -> Tensor:
-    """``||B * sigmoid(m) + A - theta*||^2``: how far a past task's weights have gone, all of shape (n,)."""
-    gone = torch.addcmul(adaptive - target, base, gate)
-    return gone.dot(gone)
 
 
 def kept_units(mask: Tensor, sparsity: float) -> Tensor:

@@ -24,13 +24,6 @@ from lightning_fcl.methods.sample_gradients import mean_over_samples
 _SCALE = "scale"  # the entry of a memory that the importance is multiplied by
 
 
-def scale_of(importance: Mapping[str, Tensor]) -> Tensor:
-    """What makes the greatest importance of all parameters 1; 0 where none is important."""
-    greatest = torch.stack([value.max() for value in importance.values()]).max()
-    tiny = torch.finfo(greatest.dtype).tiny  # below it, its inverse would be infinite
-    return torch.where(greatest > 0, 1 / greatest.clamp(min=tiny), 0.0)
-
-
 def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
     """The sum of scalars, 0 where there are none, on the device of ``params``."""
     return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
@@ -58,7 +51,11 @@ class Consolidation(Method):
             params = {name: client.server[name] for name in trainable(client.module)}
             memory = remember(params, "center") | remember(zeros(params), "importance")
         memory = {n: value.to(client.server[n.split(".", 1)[1]].device) for n, value in memory.items() if n != _SCALE}
-        return memory | ({_SCALE: scale_of(section(memory, "importance"))} if self.normalize else {})
+        if not self.normalize:
+            return memory
+        greatest = torch.stack([value.max() for value in section(memory, "importance").values()]).max()
+        tiny = torch.finfo(greatest.dtype).tiny  # below it, its inverse would be infinite
+        return memory | {_SCALE: torch.where(greatest > 0, 1 / greatest.clamp(min=tiny), 0.0)}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         memory = client.memory

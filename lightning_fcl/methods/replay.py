@@ -168,8 +168,7 @@ class Replay(Method):
             return named or new["x"][index]
 
         with self._holding(client, own) as model:
-            chosen, order = select(
-                self._buffer(),
+            chosen, order = self._select(
                 size,
                 sample,
                 labels.cpu(),
@@ -180,14 +179,72 @@ class Replay(Method):
             )
         return {**{name: value[chosen] for name, value in new.items()}, **order, "seen": torch.tensor(seen)}
 
-    def _buffer(self) -> ExemplarsBuffer:
+    def _select(
+        self,
+        size: int,
+        sample: Callable[[int], Any],
+        labels: Tensor,
+        tasks: Tensor,
+        memory: Memory,
+        agent: Agent,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Memory]:
+        """Which of ``n`` samples, remembered ones first, are kept: their indices, and what belongs to them next time.
+
+        ``labels`` and ``tasks`` have the class and the experience of each, shape (n,). ``memory`` is what this function
+        gave last for the remembered ones: ``priority`` or ``group``, shape (kept,).
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             require("avalanche", "has the buffers of `Replay`")
-            from avalanche.training import ClassBalancedBuffer, ReservoirSamplingBuffer
-        if self.buffer is not None:
-            return self.buffer
-        return ReservoirSamplingBuffer(1) if self.policy == "reservoir" else ClassBalancedBuffer(1)
+            from avalanche.benchmarks import utils
+            from avalanche.training import storage_policy as policies
+
+        def part(indices: Tensor) -> Any:
+            items = _Items(sample, indices, labels)
+            told = [utils.DataAttribute(items.targets, "targets")]
+            told.append(utils.DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
+            return utils.TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
+
+        usual = policies.ReservoirSamplingBuffer if self.policy == "reservoir" else policies.ClassBalancedBuffer
+        buffer: Any = usual(size) if self.buffer is None else copy.copy(self.buffer)
+        old = len(next(iter(memory.values()))) if memory else 0
+        single, by_class, parametric = (
+            isinstance(buffer, getattr(policies, kind))
+            for kind in ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ParametricBuffer")
+        )
+        priority = memory.get("priority", torch.zeros(old))
+        group = labels[:old] if by_class else memory.get("group", torch.zeros(old, dtype=torch.long))
+
+        def restored(number: int) -> Any:
+            """A group of the buffer as it was: Avalanche has no way to restore one."""
+            one: Any = policies.ReservoirSamplingBuffer(size)
+            if parametric:
+                one = policies._ParametricSingleBuffer(size, buffer.selection_strategy)
+            held = torch.nonzero(group == number).flatten()
+            held = held[priority[held].argsort(descending=True, stable=True)]
+            one.buffer, one._buffer_weights = part(held), priority[held]
+            return one
+
+        known = set(group.tolist()) if by_class else dict.fromkeys(group.tolist())
+        if single:
+            buffer = restored(0)
+        else:
+            buffer.buffer_groups = {number: restored(number) for number in known}
+            buffer.seen_classes = buffer.seen_groups = known if by_class else set(known)
+            buffer._num_exps = len(known)
+            buffer.max_size = size
+        with isolate_rng(include_cuda=False):
+            seed = int(torch.randint(2**62, (1,), generator=generator))
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            buffer.post_adapt(agent, SimpleNamespace(dataset=part(torch.arange(old, len(labels)))))
+        groups = {0: buffer} if single else buffer.buffer_groups
+        chosen = torch.tensor([item[2] for one in groups.values() for item in one.buffer], dtype=torch.long)
+        if single or by_class:
+            return chosen, {"priority": torch.cat([one._buffer_weights for one in groups.values()])}
+        numbers = [number for number, one in groups.items() for _ in range(len(one.buffer))]
+        return chosen, {"group": torch.tensor(numbers)}
 
     @contextmanager
     def _holding(self, client: Client, own: State) -> Iterator[L.LightningModule | None]:
@@ -244,66 +301,3 @@ class Agent(SimpleNamespace):
             f"Expected a selection strategy that asks for the model and its device but `{self.asks}` asks for "
             f"`{name}`, which only Avalanche's own training loop has. Use another."
         )
-
-
-def select(
-    buffer: Any,
-    size: int,
-    sample: Callable[[int], Any],
-    labels: Tensor,
-    tasks: Tensor,
-    memory: Memory,
-    agent: Agent,
-    generator: torch.Generator,
-) -> tuple[Tensor, Memory]:
-    """Which of ``n`` samples, remembered ones first, a buffer keeps: their indices, and what belongs to them next time.
-
-    ``labels`` and ``tasks`` have the class and the experience of each, shape (n,). ``memory`` is what this function
-    gave last for the remembered ones: ``priority`` or ``group``, shape (kept,).
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from avalanche.benchmarks import utils
-        from avalanche.training import storage_policy as policies
-
-    def part(indices: Tensor) -> Any:
-        items = _Items(sample, indices, labels)
-        told = [utils.DataAttribute(items.targets, "targets")]
-        told.append(utils.DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
-        return utils.TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
-
-    old = len(next(iter(memory.values()))) if memory else 0
-    single, by_class, parametric = (
-        isinstance(buffer, getattr(policies, kind))
-        for kind in ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ParametricBuffer")
-    )
-    priority = memory.get("priority", torch.zeros(old))
-    group = labels[:old] if by_class else memory.get("group", torch.zeros(old, dtype=torch.long))
-
-    def restored(number: int) -> Any:
-        """A group of the buffer as it was: Avalanche has no way to restore one."""
-        one: Any = policies.ReservoirSamplingBuffer(size)
-        if parametric:
-            one = policies._ParametricSingleBuffer(size, buffer.selection_strategy)
-        held = torch.nonzero(group == number).flatten()
-        held = held[priority[held].argsort(descending=True, stable=True)]
-        one.buffer, one._buffer_weights = part(held), priority[held]
-        return one
-
-    known = set(group.tolist()) if by_class else dict.fromkeys(group.tolist())
-    buffer = restored(0) if single else copy.copy(buffer)
-    buffer.max_size = size
-    if not single:
-        buffer.buffer_groups = {number: restored(number) for number in known}
-        buffer.seen_classes = buffer.seen_groups = known if by_class else set(known)
-        buffer._num_exps = len(known)
-    with isolate_rng(include_cuda=False):
-        seed = int(torch.randint(2**62, (1,), generator=generator))
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        buffer.post_adapt(agent, SimpleNamespace(dataset=part(torch.arange(old, len(labels)))))
-    groups = {0: buffer} if single else buffer.buffer_groups
-    chosen = torch.tensor([item[2] for one in groups.values() for item in one.buffer], dtype=torch.long)
-    if single or by_class:
-        return chosen, {"priority": torch.cat([one._buffer_weights for one in groups.values()])}
-    return chosen, {"group": torch.tensor([number for number, one in groups.items() for _ in range(len(one.buffer))])}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fcl.callbacks import BCN
-from lightning_fcl.methods.episodic import descended, worst_inputs
+from lightning_fcl.methods.episodic import worst_inputs
 
 
 @pytest.fixture
@@ -85,23 +85,6 @@ def test_the_first_player_turns_back_at_the_border():
     ways = iter([torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])])
     moved = worst_inputs(torch.zeros(1, 2), lambda x: next(ways), 0.1, 2)
     torch.testing.assert_close(moved, torch.tensor([[0.1, 0.1]]) / 2**0.5)
-
-
-def test_the_second_player_is_sgd():
-    torch.manual_seed(0)
-    layer, x, y = nn.Linear(6, 4), torch.randn(9, 6), torch.randint(4, (9,))
-    params = {"weight": layer.weight, "bias": layer.bias}
-
-    def gradient(state):
-        leaves = [value.detach().requires_grad_() for value in state.values()]
-        return gradients(F.cross_entropy(F.linear(x, *leaves), y), leaves)
-
-    moved, optimizer = descended(params, gradient, 0.3, 4), torch.optim.SGD(layer.parameters(), 0.3)
-    for _ in range(4):
-        optimizer.zero_grad()
-        F.cross_entropy(layer(x), y).backward()
-        optimizer.step()
-    torch.testing.assert_close(moved, {name: value.detach() for name, value in params.items()})
 
 
 # The loss.
