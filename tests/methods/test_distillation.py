@@ -56,11 +56,6 @@ def test_two_teachers(step, own):
     torch.testing.assert_close(FLwF2T(0.1, 0.7).penalty(Client(own), step), 0.7 * expected[0] + 0.2 * expected[1])
 
 
-def test_alpha_one_is_fine_tuning(step, own):
-    method = FLwF2T(alpha=1.0, beta=0.0)
-    assert method.penalty(Client(own), step) == 0.0 and method.task_weight(Client()) == 1.0
-
-
 def test_without_weight_on_the_server_it_is_flwf(step, own):
     flwf, two = FLwF(0.3), FLwF2T(0.3, 0.7)
     assert flwf.task_weight(Client()) == two.task_weight(Client()) == 0.3

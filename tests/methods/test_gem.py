@@ -13,7 +13,6 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.episodic import finite_pairs, past_tasks, remember_task, stratified
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.projection import project
 
 pytestmark = pytest.mark.rounding
 
@@ -149,17 +148,6 @@ def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
 # What becomes of the gradient.
 
 
-def test_many_tasks_are_the_quadratic_program_by_hand(make_task, samples, train, assert_same):
-    method, task, tasks = GEM(1.0, margin=0.5), make_task(), [samples(c, seed=s) for s, c in enumerate([[0, 1], [2]])]
-    for task_data in tasks:
-        train(task, [method], task_data)
-    copied, new = copy.deepcopy(task), samples([3, 0], seed=5)
-    train(task, [method], new)
-    changed = by_hand_projected(copied, new, tasks, lambda g, past: project(g, torch.stack(past), 0.5))
-    assert changed
-    assert_same(task, copied)
-
-
 @pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.2, 1), (None, 2)])
 @pytest.mark.parametrize("method", [lambda: GEM(1.0, margin=0.0), lambda: AGEM(1.0)])
 def test_one_task_is_the_closed_form_before_any_clipping(
@@ -170,17 +158,6 @@ def test_one_task_is_the_closed_form_before_any_clipping(
     copied = copy.deepcopy(task)
     train(task, [method], second, gradient_clip_val=clip, accumulate_grad_batches=accumulate)
     assert by_hand_projected(copied, second, [first], one_by_closed_form, batch=8 * accumulate, clip=clip)
-    assert_same(task, copied)
-
-
-def test_a_gem_takes_the_past_tasks_together(make_task, samples, train, assert_same):
-    method, task, tasks = AGEM(1.0), make_task(), [samples([0, 1]), samples([2], number=12, seed=1)]
-    for task_data in tasks:
-        train(task, [method], task_data)
-    copied, new = copy.deepcopy(task), samples([3, 0], seed=5)
-    train(task, [method], new)
-    pooled = [tuple(torch.cat(column) for column in zip(*tasks, strict=True))]
-    assert by_hand_projected(copied, new, pooled, one_by_closed_form)
     assert_same(task, copied)
 
 
