@@ -139,17 +139,14 @@ class Recalled:
     """Draws the remembered samples of each step, for methods that recall some: the same one by one and in cohorts."""
 
     def __init__(
-        self,
-        methods: Sequence[Declaration] = (),
-        clients: Sequence[Sequence[Client]] = (),
-        keys: Callable[[str], Keys] | None = None,
+        self, methods: Sequence[Declaration], clients: Sequence[Sequence[Client]], keys: Callable[[str], Keys]
     ) -> None:
         self.pools: dict[str, list[Mapping[str, Tensor]]] = {}
         self._keys: dict[str, Keys] = {}
         self._sizes: dict[str, int] = {}
         self._drawn: Counter[str] = Counter()
         for i, method in enumerate(methods):
-            if keys is not None and overrides(method, "recall"):
+            if overrides(method, "recall"):
                 self.pools[method.section] = [method.recall(each[i]) for each in clients]
                 self._keys[method.section] = keys(method.section)
                 self._sizes[method.section] = method.recall_size

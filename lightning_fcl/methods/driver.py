@@ -80,7 +80,6 @@ class MethodDriver(Callback):
         self.methods = list(methods)
         self.finite = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
         self._federation: RunsFederation | None = None
-        self._recalls = Recalled()
         self._freezer = Freezer()
         self._rule = ExitStack()
         self._seen: list[tuple[Any, Tensor]] = []  # the batches of a plain Trainer's epoch
@@ -141,9 +140,9 @@ class MethodDriver(Callback):
 
     # A client's round.
 
-    def begin(self, clients: Sequence[Client], recalls: Recalled | None = None) -> None:
+    def begin(self, clients: Sequence[Client], recalls: Recalled) -> None:
         """Another client trains now, as each method sees it, its state in the module."""
-        self._clients, self._recalls, self.finite = [*clients], recalls or Recalled(), torch.tensor(True)
+        self._clients, self._recalls, self.finite = [*clients], recalls, torch.tensor(True)
         for method, client in zip(self.methods, clients, strict=True):
             method.client = client
             method.begin(client)
