@@ -204,15 +204,9 @@ def rng():
 
 
 ERRORS = {
-    "no clients": (
-        lambda: iid(5, 0, rng()),
-        "Expected `clients` to be between 1 and 5 but got 0.",
-    ),
+    "no clients": (lambda: iid(5, 0, rng()), "Expected `clients` to be between 1 and 5 but got 0."),
     "more clients than samples": (lambda: iid(5, 6, rng()), "Expected `clients` to be between 1 and 5"),
-    "alpha 0": (
-        lambda: dirichlet(Y, 5, 0.0, rng()),
-        "Expected `alpha` to be between 1e-09 and 1000000.0 but got 0.0.",
-    ),
+    "alpha 0": (lambda: dirichlet(Y, 5, 0.0, rng()), "Expected `alpha` to be between 1e-09 and 1000000.0 but got 0.0."),
     "alpha NaN": (lambda: dirichlet(Y, 5, float("nan"), rng()), "but got nan."),
     "min_size too large": (
         lambda: dirichlet(Y, 7, 1.0, rng(), min_size=86),
@@ -222,10 +216,7 @@ ERRORS = {
         lambda: dirichlet([0, 0, 0, 0], 2, 1e-4, rng(), min_size=2),
         "Expected a division with `min_size`=2 samples per client but 1000 draws with `alpha`=0.0001 and 2 clients",
     ),
-    "no shards": (
-        lambda: shards(Y, 7, 0, rng()),
-        "Expected `shards_per_client` to be between 1 and 85 but got 0.",
-    ),
+    "no shards": (lambda: shards(Y, 7, 0, rng()), "Expected `shards_per_client` to be between 1 and 85 but got 0."),
     "too many shards": (lambda: shards(Y, 7, 86, rng()), "between 1 and 85 but got 86."),
     "too many classes": (
         lambda: class_subsets(Y, 5, 7, rng()),

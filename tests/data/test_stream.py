@@ -132,10 +132,7 @@ def test_owners_that_are_numbers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"test": ["ann", "zoë"]},
-            "Expected `test` to be among the owners ann, bob, cem, dua, eve but got zoë.",
-        ),
+        ({"test": ["ann", "zoë"]}, "Expected `test` to be among the owners ann, bob, cem, dua, eve but got zoë."),
         (
             {"test": ["eve"], "validation": ["eve"]},
             "Expected `validation` to be among the owners ann, bob, cem, dua but got eve.",
@@ -351,10 +348,7 @@ def test_arguments_of_another_kind(options, message):
             "Expected the owner of each sample for the partition `Natural` but the data name none. Use another "
             "`partition`, such as `IID`.",
         ),
-        (
-            {"split": Split("official")},
-            'Expected `test` to be a fraction but got "official", which digits has not.',
-        ),
+        ({"split": Split("official")}, 'Expected `test` to be a fraction but got "official", which digits has not.'),
         (
             {"scenario": ClassIncremental(class_order=[1.5])},
             "Expected `class_order` among 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 or their numbers but got 1.5.",

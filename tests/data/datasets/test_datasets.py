@@ -54,10 +54,7 @@ def test_arrays_keep_what_they_are_given():
 
 
 REFUSED = {
-    "x float64": (
-        {"x": np.zeros((4, 2))},
-        "Expected `x` to hold float32 but got float64 of shape (4, 2). Convert",
-    ),
+    "x float64": ({"x": np.zeros((4, 2))}, "Expected `x` to hold float32 but got float64 of shape (4, 2). Convert"),
     "y int32": (
         {"y": np.zeros(4, np.int32)},
         "Expected `y` to hold int64, one entry for each of 4 samples, but got int32",
@@ -89,10 +86,7 @@ REFUSED = {
         "such labels in all). Number the labels from 0, or name every class.",
     ),
     "label -1": ({"y": np.array([0, 1, -1, 1])}, "but got -1 in sample 2 (and 1 such labels in all)."),
-    "pixels without a scale": (
-        {"x": np.zeros((4, 2, 3), np.uint8)},
-        "Expected `x` to hold float32 but got uint8",
-    ),
+    "pixels without a scale": ({"x": np.zeros((4, 2, 3), np.uint8)}, "Expected `x` to hold float32 but got uint8"),
     "a scale for floats": (
         {"mean": np.zeros((1, 1), np.float32), "std": np.ones((1, 1), np.float32)},
         "Expected `x` to hold uint8 but got float32",
@@ -106,19 +100,11 @@ REFUSED = {
         "Expected `mean` to hold float32 but got float64",
     ),
     "std of another shape": (
-        {
-            "x": np.zeros((4, 2, 3), np.uint8),
-            "mean": np.zeros((2, 1), np.float32),
-            "std": np.ones((3, 1), np.float32),
-        },
+        {"x": np.zeros((4, 2, 3), np.uint8), "mean": np.zeros((2, 1), np.float32), "std": np.ones((3, 1), np.float32)},
         "and of a shape that broadcasts to a sample, (2, 3), but got [1.0, 1.0, 1.0] of shape (3, 1). For a value of",
     ),
     "std zero": (
-        {
-            "x": np.zeros((4, 2, 3), np.uint8),
-            "mean": np.zeros((1, 1), np.float32),
-            "std": np.zeros((1, 1), np.float32),
-        },
+        {"x": np.zeros((4, 2, 3), np.uint8), "mean": np.zeros((1, 1), np.float32), "std": np.zeros((1, 1), np.float32)},
         "Expected `std` to be finite, above 0 and of a shape that broadcasts to a sample, (2, 3), but got [0.0] of",
     ),
     "not finite": (

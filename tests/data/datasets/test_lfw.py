@@ -142,18 +142,9 @@ WHOLE = FILES["Zoe_Ray/Zoe_Ray_0002.jpg"]
 DAMAGES = {
     "text": (b"<html>404</html>", "but got: cannot identify image file"),
     "cut short": (WHOLE[: len(WHOLE) // 2], "but got: image file is truncated"),
-    "a PNG": (
-        encoded(Image.new("RGB", (250, 250)), "PNG"),
-        "but got: cannot identify",
-    ),
-    "another size": (
-        encoded(Image.new("RGB", (200, 250))),
-        "but got: one of 250 x 200 in Pillow's mode 'RGB'.",
-    ),
-    "printing colours": (
-        encoded(Image.new("CMYK", (250, 250))),
-        "but got: one of 250 x 250 in Pillow's mode 'CMYK'.",
-    ),
+    "a PNG": (encoded(Image.new("RGB", (250, 250)), "PNG"), "but got: cannot identify"),
+    "another size": (encoded(Image.new("RGB", (200, 250))), "but got: one of 250 x 200 in Pillow's mode 'RGB'."),
+    "printing colours": (encoded(Image.new("CMYK", (250, 250))), "but got: one of 250 x 250 in Pillow's mode 'CMYK'."),
 }
 
 

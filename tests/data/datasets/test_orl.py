@@ -118,10 +118,7 @@ def test_original_images_go_before_the_npz_file(tmp_path, put):
 
 
 DAMAGES = {
-    "another size": (
-        pgm(PIXELS[0].T),
-        "but got: one of 92 x 112 in Pillow's mode 'L'.",
-    ),
+    "another size": (pgm(PIXELS[0].T), "but got: one of 92 x 112 in Pillow's mode 'L'."),
     "16 bits": (b"P5\n92 112\n65535\n" + bytes(2 * 92 * 112), "but got: one of 112 x 92 in Pillow's mode 'I"),
 }
 

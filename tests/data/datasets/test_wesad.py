@@ -235,11 +235,7 @@ def shorter(place, name, rows):
 
 
 BAD = {
-    "no label": (
-        {"label": None},
-        "wrist",
-        "but got: no array but 'None'",
-    ),
+    "no label": ({"label": None}, "wrist", "but got: no array but 'None'"),
     "label 9": ({"label": np.full(42000, 9)}, "wrist", "but got: labels beyond 0 to 7"),
     "no BVP": (
         {"signal": without("wrist", "BVP")},
