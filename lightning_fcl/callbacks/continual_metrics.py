@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from lightning_fcl.methods.declaration import overriding
 from lightning_fcl.methods.driver import MethodDriver
 
 T = TypeVar("T")
+
+_ALWAYS = ("upload_bytes", "download_bytes", "dropped", "skipped", "missed", "diverged", "master")
 
 
 @dataclass(eq=False)
@@ -173,11 +176,9 @@ class ContinualMetrics(Callback):
             tested, self._current = self._gathered(trainer, self._current), {}
             if not adapting:
                 tested = {**tested, "server": self._evaluate(pl_module, "server")}
-        happened = federation.server.record if federation is not None else RoundRecord()
-        timed: dict[str, Any] = {}
-        if happened.simulated_seconds is not None:
-            timed = {"simulated_seconds": happened.simulated_seconds, "late": list(happened.late)}
-            timed["staleness"] = dict(happened.staleness)
+        happened = vars(federation.server.record if federation is not None else RoundRecord())
+        told = [*_ALWAYS, *(name for name in ("claims", "limits") if happened[name])]
+        told += [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late", "staleness"]
         now = time.monotonic()
         self.record["rounds"].append(
             {
@@ -185,16 +186,7 @@ class ContinualMetrics(Callback):
                 "experience": self._experiences(need_stream(trainer).plan, trainer.current_epoch),
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 **({"own": self._gathered(trainer, self._own)} if self.when == "both" else {}),
-                "upload_bytes": dict(happened.upload_bytes),
-                "download_bytes": dict(happened.download_bytes),
-                "dropped": dict(happened.dropped),
-                "skipped": list(happened.skipped),
-                "missed": list(happened.missed),
-                "diverged": list(happened.diverged),
-                "master": happened.master,
-                **({"claims": dict(happened.claims)} if happened.claims else {}),
-                **timed,
-                **({"limits": dict(happened.limits)} if happened.limits else {}),
+                **{name: copy.copy(happened[name]) for name in told},
                 "seconds": now - self._started,
             }
         )
