@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLoss, Replay
-from lightning_fcl.callbacks.pretrain import _Images
+from lightning_fcl.callbacks.pretrain import mirrored_and_shifted
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.models import MLP, DSICNet
@@ -326,11 +326,11 @@ def test_in_a_plain_trainer(run, fit):
 def test_images_are_mirrored_and_shifted():
     x, y = torch.rand(3, 2, 5, 6), torch.arange(3)
     padded = F.pad(torch.cat([x, x.flip(-1)]), (4, 4, 4, 4))
-    images, seen = _Images(x, y, True), set()
-    for index in range(3):
-        for _ in range(150):
-            image, label = images[index]
-            assert label == index
+    collate, seen = mirrored_and_shifted((5, 6)), set()
+    for _ in range(150):
+        images, labels = collate(list(zip(x, y, strict=True)))
+        assert torch.equal(labels, y)
+        for index, image in enumerate(images):
             found = [
                 (flip, i, j)
                 for flip in (0, 1)
@@ -341,8 +341,6 @@ def test_images_are_mirrored_and_shifted():
             assert found
             seen.add(found[0])
     assert len(seen) > 100  # of 162
-    plain = _Images(x, y, False)
-    assert all(torch.equal(plain[i][0], x[i]) for i in range(3))
 
 
 def test_the_base_session_fills_the_buffers_before_the_first_round(run):
