@@ -50,6 +50,12 @@ def assert_weight(task, expected, tolerance=1e-9):
     np.testing.assert_allclose(task.readout.weight.numpy(), expected, rtol=0, atol=tolerance)
 
 
+def assert_logged(trainer, task, x, y, quantity, expected):
+    for evaluate, stage in ((trainer.validate, "val"), (trainer.test, "test")):
+        logged = evaluate(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
+        assert logged[f"{stage}/{quantity}"] == pytest.approx(expected, rel=1e-4 if quantity == "error" else 1e-6)
+
+
 @pytest.fixture
 def train(quiet):
     """Fits in a plain Trainer, in the order of the data."""
@@ -232,9 +238,7 @@ def test_labels_of_every_step(train, make_series, make_reservoir, by_numpy, wash
     labels = y[:, first:].flatten().numpy()
     assert_weight(task, by_numpy.solve(np.eye(4)[labels].T @ states, states.T @ states, 1e-2))
     right = ((states @ task.readout.weight.numpy().T).argmax(-1) == labels).mean()
-    for evaluate, stage in ((trainer.validate, "val"), (trainer.test, "test")):
-        logged = evaluate(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
-        assert logged[f"{stage}/accuracy"] == pytest.approx(right, abs=1e-6)
+    assert_logged(trainer, task, x, y, "accuracy", right)
 
 
 def test_the_mean_of_states_has_one_label(train, make_series, make_reservoir_task):
@@ -265,9 +269,7 @@ def test_a_plain_trainer_adds_its_data_once(train, make_series, make_reservoir_t
     assert_weight(task, by_numpy.solve(targets.T @ flat, flat.T @ flat, 1e-2))
     assert task.readout.n == len(flat)
     right = ((flat @ task.readout.weight.numpy().T).argmax(-1) == targets.argmax(-1)).mean()
-    for evaluate, stage in ((trainer.validate, "val"), (trainer.test, "test")):
-        logged = evaluate(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
-        assert logged[f"{stage}/accuracy"] == pytest.approx(right, abs=1e-6)
+    assert_logged(trainer, task, x, y, "accuracy", right)
 
 
 @pytest.mark.parametrize("share", ["statistics", "weights"])
@@ -308,9 +310,7 @@ def test_regression_of_sequences(train, make_series, make_reservoir, by_numpy, r
     expected = by_numpy.solve(targets.T @ flat, flat.T @ flat, 1e-3)
     assert_weight(task, expected)
     error = ((flat @ expected.T - targets) ** 2).mean()
-    for evaluate, stage in ((trainer.validate, "val"), (trainer.test, "test")):
-        logged = evaluate(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
-        assert logged[f"{stage}/error"] == pytest.approx(error, rel=1e-4)
+    assert_logged(trainer, task, x, y, "error", error)
 
 
 @pytest.mark.parametrize("washout", [0, 3])
@@ -326,8 +326,7 @@ def test_regression_of_every_step(train, make_series, make_reservoir, by_numpy, 
     expected = by_numpy.solve(targets.T @ flat, flat.T @ flat, 1e-3)
     assert_weight(task, expected)
     error = ((flat @ expected.T - targets) ** 2).mean()
-    logged = trainer.test(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
-    assert logged["test/error"] == pytest.approx(error, rel=1e-4)
+    assert_logged(trainer, task, x, y, "error", error)
 
 
 # Several regularisers.
