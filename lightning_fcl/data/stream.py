@@ -166,6 +166,8 @@ class FederatedStream(L.LightningDataModule):
             kwargs: Arguments of `FederatedStream`.
         """
         samples, scenario = of_benchmark(benchmark, scenario)
+        if samples.test is not None:
+            kwargs.setdefault("split", Split(test="official"))
         return cls(samples, scenario, **kwargs)
 
     def __str__(self) -> str:
