@@ -52,12 +52,6 @@ def test_the_original_folder(tmp_path, place, put):
     assert data.client is None
 
 
-def test_fifty_objects_of_ten_kinds():
-    names = photographs._OBJECTS
-    assert len(set(names)) == 50 and names[0] == "plug_adapter1" and names[5] == "mobile_phone1"
-    assert names[-1] == "remote_control5"
-
-
 def test_by_session_every_session_has_classes_of_its_own(tmp_path, put):
     put(tmp_path / "core50_128x128", FILES)
     one, data = photographs.load_core50(tmp_path), photographs.load_core50(tmp_path, by_session=True)
