@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +27,8 @@ from lightning_fcl.methods.declaration import overriding
 from lightning_fcl.methods.driver import MethodDriver
 
 T = TypeVar("T")
+
+_ALWAYS = ("upload_bytes", "download_bytes", "dropped", "skipped", "missed", "diverged", "master")
 
 
 @dataclass(eq=False)
@@ -103,7 +106,7 @@ class ContinualMetrics(Callback):
                 f"Expected no `lower_is_better` for `{type(pl_module).__name__}`, which is measured by no step of its "
                 f"own, but got {', '.join(self.lower_is_better)}. Leave it out."
             )
-        self._test = StepTester.of(stream, samples) if by_step else Tester.of(stream, samples, pl_module.device)
+        self._test = (StepTester if by_step else Tester).of(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
         tasks["server"] = [
@@ -113,13 +116,8 @@ class ContinualMetrics(Callback):
         if not self.record or trainer.current_epoch == 0:
             names, sizes = stream.plan.group_names(stream.classes), self._test.sizes()
             self.record = {"groups": names, "totals": sizes, "tasks": tasks, "rounds": []}
-            if isinstance(self._test, StepTester):
-                self.record["measures"] = self._test.measures(pl_module, self.lower_is_better)
-            elif isinstance(pl_module, MeasuresPredictions):
-                self.record["measures"] = [
-                    {"name": name, "higher_is_better": bool(metric.higher_is_better)}
-                    for name, metric in pl_module.measures().items()
-                ]
+            if measures := self._test.measures(pl_module, self.lower_is_better):
+                self.record["measures"] = measures
             if self.start:
                 self.record["start"] = self._evaluate(pl_module, "server")
         self._started = time.monotonic()
@@ -178,11 +176,9 @@ class ContinualMetrics(Callback):
             tested, self._current = self._gathered(trainer, self._current), {}
             if not adapting:
                 tested = {**tested, "server": self._evaluate(pl_module, "server")}
-        happened = federation.server.record if federation is not None else RoundRecord()
-        timed: dict[str, Any] = {}
-        if happened.simulated_seconds is not None:
-            timed = {"simulated_seconds": happened.simulated_seconds, "late": list(happened.late)}
-            timed["staleness"] = dict(happened.staleness)
+        happened = vars(federation.server.record if federation is not None else RoundRecord())
+        told = [*_ALWAYS, *(name for name in ("claims", "limits") if happened[name])]
+        told += [] if happened["simulated_seconds"] is None else ["simulated_seconds", "late", "staleness"]
         now = time.monotonic()
         self.record["rounds"].append(
             {
@@ -190,16 +186,7 @@ class ContinualMetrics(Callback):
                 "experience": self._experiences(need_stream(trainer).plan, trainer.current_epoch),
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 **({"own": self._gathered(trainer, self._own)} if self.when == "both" else {}),
-                "upload_bytes": dict(happened.upload_bytes),
-                "download_bytes": dict(happened.download_bytes),
-                "dropped": dict(happened.dropped),
-                "skipped": list(happened.skipped),
-                "missed": list(happened.missed),
-                "diverged": list(happened.diverged),
-                "master": happened.master,
-                **({"claims": dict(happened.claims)} if happened.claims else {}),
-                **timed,
-                **({"limits": dict(happened.limits)} if happened.limits else {}),
+                **{name: copy.copy(happened[name]) for name in told},
                 "seconds": now - self._started,
             }
         )
@@ -269,7 +256,7 @@ class ContinualMetrics(Callback):
         if "measures" in self.record:
             parts = measured_parts(self.record["tasks"][model], number)
             tested = set(range(number) if groups is None else groups)
-            return self._measured(test, module, [part for part in parts if tested.issuperset(part)])
+            return test.measured(module, [part for part in parts if tested.issuperset(part)], self._names())
         assert isinstance(test, Tester)
         if groups is None:
             correct, steps = test.correct(module, ranks_of(module.trainer) if model == "server" else ALONE)
@@ -277,9 +264,8 @@ class ContinualMetrics(Callback):
             return correct
         return [c if group in groups else None for group, c in enumerate(test.among(groups).correct(module)[0])]
 
-    def _measured(self, test: Tester | StepTester, module: L.LightningModule, parts: Iterable[Sequence[int]]) -> Values:
-        names = [one["name"] for one in self.record["measures"]]
-        return test.measured(module, parts, names) if isinstance(test, StepTester) else test.measured(module, parts)
+    def _names(self) -> list[str]:
+        return [one["name"] for one in self.record["measures"]]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if (federation := federation_of(trainer)) is not None:
@@ -290,10 +276,10 @@ class ContinualMetrics(Callback):
             return
         stream = need_stream(trainer)
         seen = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
-        by_step = isinstance(self._test, StepTester)
-        learnt = StepTester.of(stream, seen, True) if by_step else Tester.of(stream, seen, pl_module.device, alike=True)
+        by_step = "measures" in self.record and not isinstance(pl_module, MeasuresPredictions)
+        learnt = (StepTester if by_step else Tester).of(stream, seen, pl_module.device, alike=True)
         if "measures" in self.record:
-            self.record["training"] = self._measured(learnt, pl_module, [(0,)])
+            self.record["training"] = learnt.measured(pl_module, [(0,)], self._names())
             return
         assert isinstance(learnt, Tester)
         correct, steps = learnt.correct(pl_module, ranks_of(trainer))

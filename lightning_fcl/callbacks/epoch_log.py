@@ -65,7 +65,6 @@ class RoundLog:
     def __init__(self, module: L.LightningModule, ranks: Ranks) -> None:
         self._module, self._ranks, self._log = module, ranks, module.log
         self._kept, self._options = EpochLog(), dict[str, dict[str, Any]]()
-        self._training = False
         if ranks.number > 1:
             # A function, not a method: copies of the module leave the processes alone.
             module.log = lambda *args, **kwargs: self._keep(*args, **kwargs)  # type: ignore[method-assign]
@@ -77,10 +76,10 @@ class RoundLog:
 
     def train(self, batch: Batch) -> None:
         """A batch is trained on from here on; None: it is over."""
-        self._training, self._kept.batch = batch is not None, batch
+        self._kept.batch = batch
 
     def _keep(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if not self._training or not kwargs.get("on_epoch"):
+        if self._kept.batch is None or not kwargs.get("on_epoch"):
             self._log(name, value, *args, **kwargs)
             return
         steps = bool(kwargs.get("on_step", True))
@@ -91,7 +90,6 @@ class RoundLog:
 
     def meet(self) -> None:
         """At the end of a round: log what all processes together have come to."""
-        self.train(None)
         kept, self._kept = self._kept, EpochLog()
         options, self._options = self._options, {}
         if self._ranks.number == 1:

@@ -19,9 +19,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_fcl.data.attached import callbacks_of, need_stream, refuse_transfer_hook, stream_of
+from lightning_fcl.data.batches import Collate
 from lightning_fcl.data.data_module import TRANSFER_HOOKS
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
@@ -248,8 +249,13 @@ class BaseSession(Callback):
         outer: L.Trainer,
     ) -> None:
         x, y = stream.take(indices)
-        samples = _Images(x, y - first, self.augment)
-        loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)
+        loader = DataLoader(
+            TensorDataset(x, y - first),
+            self.batch_size,
+            shuffle=True,
+            drop_last=len(x) > self.batch_size,
+            collate_fn=mirrored_and_shifted(tuple(x.shape[2:])) if self.augment else None,
+        )
         pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
         training = network.training  # that of a readout's task never is
         network.train()
@@ -272,21 +278,11 @@ class BaseSession(Callback):
         return digest.hexdigest()[:32]
 
 
-class _Images(Dataset[tuple[Tensor, Tensor]]):
-    """Labelled images, perhaps mirrored and shifted."""
-
-    def __init__(self, x: Tensor, y: Tensor, augment: bool) -> None:
-        v2 = require("torchvision.transforms.v2", "mirrors and shifts images")
-        self.x = x
-        self.y = y
-        mirrored_and_shifted = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(tuple(x.shape[2:]), padding=4)])
-        self.transform = mirrored_and_shifted if augment else nn.Identity()
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.transform(self.x[index]), self.y[index]
+def mirrored_and_shifted(size: tuple[int, ...]) -> Collate:
+    """Makes a batch of pairs of images and labels, each image mirrored, and shifted by up to 4 pixels, at random."""
+    v2 = require("torchvision.transforms.v2", "mirrors and shifts images")
+    transform = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(size, padding=4)])
+    return lambda items: default_collate([(transform(x), y) for x, y in items])
 
 
 class _Pupil(Classifier):

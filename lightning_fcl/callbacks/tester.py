@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fcl.callbacks.epoch_log import EpochLog
@@ -48,99 +47,79 @@ _LOG = "Call `self.log(name, value)` there."
 _HELD_BYTES = 2**30  # more test samples of a data set than these are read anew each time
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """Test samples on a device, as they are stored."""
-
-    x: Tensor
-    y: Tensor
-    group: Tensor
-    batch_size: int = _BATCH
-
-    def among(self, rows: Tensor) -> InMemory:
-        return replace(self, x=self.x[rows], y=self.y[rows], group=self.group[rows])
-
-    def batches(self, first: int = 0, every: int = 1) -> Iterator[_Batch]:
-        """Some batch and every so manyth from there."""
-        parts = (torch.split(values, self.batch_size) for values in (self.x, self.y, self.group))
-        return itertools.islice(zip(*parts, strict=True), first, None, every)
+def _placed(stream: FederatedStream, samples: IntArray, alike: bool) -> tuple[str, IntArray, int]:
+    """The part of a stream that some samples are of, the group of each, and the number of groups."""
+    part = "validation" if samples is stream.plan.validation else "test"
+    if alike:
+        return part, np.zeros(len(samples), dtype=np.int64), 1
+    return part, stream.plan.groups[samples], len(stream.plan.group_names(stream.classes))
 
 
 @dataclass(frozen=True)
-class OfDataSet:
-    """Test samples of a data set, read in the batches of its loader."""
+class Tester:
+    """Test samples, and what a model makes of them; ``held``: those that lie in memory, as they are stored."""
 
     stream: FederatedStream
-    part: str
-    samples: IntArray
+    rows: IntArray
     group: Tensor
+    groups: int
+    part: str
+    held: tuple[Tensor, Tensor] | None = None
 
-    def among(self, rows: Tensor) -> OfDataSet:
-        return replace(self, samples=self.samples[rows.cpu().numpy()], group=self.group[rows])
+    @classmethod
+    def of(cls, stream: FederatedStream, samples: IntArray, device: torch.device, alike: bool = False) -> Tester:
+        """Some samples of a stream, if they fit on a device; ``alike``: all in one group."""
+        part, group, groups = _placed(stream, samples, alike)
+        tester = cls(stream, samples, torch.from_numpy(group).to(device), groups, part)
+        if not stream.samples.draws:
+            x, y = (values.to(device) for values in stream.samples.stored(samples))
+            return replace(tester, held=(x, y))
+        found, free = list[_Batch](), _HELD_BYTES
+        for batch in tester._batches():
+            found.append(batch)
+            free -= batch[0].nbytes
+            if free < 0 or any(one.shape[1:] != other.shape[1:] for one, other in zip(batch, found[0], strict=True)):
+                return tester
+        x, y, _ = (torch.cat(column) for column in zip(*found, strict=True))
+        return replace(tester, held=(x, y))
 
-    def batches(self, first: int = 0, every: int = 1) -> Iterator[_Batch]:
+    def among(self, groups: Iterable[int]) -> Tester:
+        """Those of some groups."""
+        rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
+        held = None if self.held is None else (self.held[0][rows], self.held[1][rows])
+        return replace(self, rows=self.rows[rows.cpu().numpy()], group=self.group[rows], held=held)
+
+    def sizes(self, steps: int = 1) -> list[int]:
+        """Predictions of each group, of a model that makes so many for each sample."""
+        sizes: list[int] = (torch.bincount(self.group, minlength=self.groups) * steps).tolist()
+        return sizes
+
+    def _batches(self, first: int = 0, every: int = 1) -> Iterator[_Batch]:
         """Some batch and every so manyth from there, with what is random in its items the same each time."""
-        size = self.stream.loading(self.part).batch_size
-        places = np.split(np.arange(len(self.samples)), range(size, len(self.samples), size))[first::every]
+        size = self.stream.loading(self.part).batch_size if self.stream.samples.draws else _BATCH
+        if self.held is not None:
+            parts = (torch.split(values, size) for values in (*self.held, self.group))
+            yield from itertools.islice(zip(*parts, strict=True), first, None, every)
+            return
+        places = np.split(np.arange(len(self.rows)), range(size, len(self.rows), size))[first::every]
         seed, key = self.stream.seed, ("server", self.part)
-        requests = (Request(self.samples[rows], seed, (*key, int(rows[0]))) for rows in places)
-        for rows, batch in zip(places, self.stream.read(requests, self.part), strict=True):
+        requests = (Request(self.rows[place], seed, (*key, int(place[0]))) for place in places)
+        for place, batch in zip(places, self.stream.read(requests, self.part), strict=True):
             if not (isinstance(batch, list) and len(batch) > 1 and all(isinstance(one, Tensor) for one in batch[:2])):
                 raise TypeError(
                     f"Expected pairs of samples and targets to measure on but got a {type(batch).__name__}. Log what "
                     "you measure in `test_step`, and use `trainer.test`."
                 )
             x, y = (values.to(self.group.device) for values in batch[:2])
-            yield x, y, self.group[rows]
-
-    def held(self) -> InMemory | OfDataSet:
-        """These in memory, if they fit in there and are of one shape."""
-        found, free = list[_Batch](), _HELD_BYTES
-        for batch in self.batches():
-            found.append(batch)
-            free -= batch[0].nbytes
-            if free < 0 or any(one.shape[1:] != other.shape[1:] for one, other in zip(batch, found[0], strict=True)):
-                return self
-        x, y, group = (torch.cat(column) for column in zip(*found, strict=True))
-        return InMemory(x, y, group, self.stream.loading(self.part).batch_size)
-
-
-@dataclass(frozen=True)
-class Tester:
-    """Test samples, and what a model makes of them; ``prepared`` makes samples of what is stored."""
-
-    samples: InMemory | OfDataSet
-    groups: int
-    prepared: Callable[[Tensor], Tensor] | None = None
-
-    @classmethod
-    def of(cls, stream: FederatedStream, samples: IntArray, device: torch.device, alike: bool = False) -> Tester:
-        """Some samples of a stream; ``alike``: all in one group."""
-        part = "validation" if samples is stream.plan.validation else "test"
-        groups = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
-        group = torch.from_numpy(groups).to(device)
-        number = 1 if alike else len(stream.plan.group_names(stream.classes))
-        if isinstance(stream.samples.x, Dataset):
-            return cls(OfDataSet(stream, part, samples, group).held(), number)
-        x, y = (values.to(device) for values in stream.samples.stored(samples))
-        return cls(InMemory(x, y, group), number, stream.samples.prepared)
-
-    def among(self, groups: Iterable[int]) -> Tester:
-        rows = torch.isin(self.samples.group, torch.tensor(sorted(groups), device=self.samples.group.device))
-        return replace(self, samples=self.samples.among(rows))
-
-    def sizes(self, steps: int = 1) -> list[int]:
-        """Predictions of each group, of a model that makes so many for each sample."""
-        sizes: list[int] = (torch.bincount(self.samples.group, minlength=self.groups) * steps).tolist()
-        return sizes
+            yield x, y, self.group[place]
 
     @torch.no_grad()
     def _outputs(self, module: L.LightningModule, every: int = 1, first: int = 0) -> Iterator[_Batch]:
         """What a model says of some samples after the other, or of every so manyth of such parts."""
         precision = module.trainer.precision_plugin
         with evaluating(module), precision.forward_context(), predicting(module):
-            for part, label, where in self.samples.batches(first, every):
-                part = precision.convert_input(part if self.prepared is None else self.prepared(part))
+            for part, label, where in self._batches(first, every):
+                part = precision.convert_input(self.stream.samples.prepared(part))
                 part, label = transfer_batch(module.trainer, [part, label])[:2]
                 if isinstance(module, Classifier):
                     yield module.mask_logits(module.outputs_by_task(part, label), label), label, where
@@ -160,12 +139,17 @@ class Tester:
         correct: Counts = [sum(column) for column in zip(*(part for part, _ in found), strict=True)]
         return correct, max(number for _, number in found)
 
-    def measured(self, module: L.LightningModule, parts: Iterable[Sequence[int]]) -> Values:
+    def measures(self, module: L.LightningModule, lower_is_better: Sequence[str] | None) -> list[dict[str, Any]]:
+        """What a model is measured by, and which way is better, as a record has it; empty: by accuracy."""
+        own = module.measures() if isinstance(module, MeasuresPredictions) else {}
+        return [{"name": name, "higher_is_better": bool(metric.higher_is_better)} for name, metric in own.items()]
+
+    def measured(self, module: L.LightningModule, parts: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
         """What a model's own measures come to on the samples of some groups together, for each of these."""
         assert isinstance(module, MeasuresPredictions)
         found = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
         outputs, targets, group = (torch.cat(column) for column in zip(*found, strict=True))
-        values: Values = {name: {} for name in module.measures()}
+        values: Values = {name: {} for name in names}
         for part in parts:
             rows = torch.isin(group, torch.tensor(sorted(part)))
             for name, metric in module.measures().items():
@@ -229,11 +213,10 @@ class StepTester:
     warned: set[str] = field(default_factory=set)  # of groups of no value
 
     @classmethod
-    def of(cls, stream: FederatedStream, samples: IntArray, alike: bool = False) -> StepTester:
+    def of(cls, stream: FederatedStream, samples: IntArray, device: torch.device, alike: bool = False) -> StepTester:
         """Some samples of a stream; ``alike``: all in one group."""
-        group = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
-        part = "validation" if samples is stream.plan.validation else "test"
-        return cls(stream, samples, group, 1 if alike else len(stream.plan.group_names(stream.classes)), part)
+        part, group, groups = _placed(stream, samples, alike)
+        return cls(stream, samples, group, groups, part)
 
     def sizes(self) -> list[int]:
         sizes: list[int] = np.bincount(self.group, minlength=self.groups).tolist()

@@ -173,15 +173,9 @@ def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
             batches.sampler,
             "Use `shuffle`, a `SubsetRandomSampler`, or a `Subset` of the data set.",
         )
-    loading = Loading(
-        batches.batch_size,
-        type(batches.sampler) in (RandomSampler, SubsetRandomSampler),
-        batches.drop_last,
-        loader.num_workers,
-        loader.pin_memory,
-        loader.worker_init_fn,
-        loader.collate_fn,
-    )
+    shuffled = type(batches.sampler) in (RandomSampler, SubsetRandomSampler)
+    others = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "worker_init_fn", "collate_fn")}
+    loading = Loading(batches.batch_size, shuffled, batches.drop_last, **others)
     return (data if rows == list(range(len(data))) else Subset(data, rows)), loading  # type: ignore[arg-type]
 
 

@@ -258,11 +258,9 @@ def of_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple
         )
     if not train:
         raise ValueError("Expected at least one experience but got none.")
+    parts: Parts = {name: (ConcatDataset(data), None) for name, data in (("train", train), ("test", test)) if data}
     group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
-    samples = of_anything(ConcatDataset([*train, *test]), group=group)
-    if test:
-        learnt = sum(map(len, train))
-        samples = all_seen(replace(samples, test=np.arange(len(samples)) >= learnt), np.arange(len(samples)) < learnt)
+    samples = replace(_of_parts({"": parts}, None, ()), group=group)
     ends = np.cumsum([len(data) for data in train])
     classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
     order = [label for labels in classes for label in labels]

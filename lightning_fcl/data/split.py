@@ -81,11 +81,7 @@ def _set_aside(
 
 
 def draw(
-    samples: Samples,
-    scenario: Scenario,
-    partition: Partition | None,
-    division: Split | None,
-    seed: int,
+    samples: Samples, scenario: Scenario, partition: Partition | None, division: Split | None, seed: int
 ) -> tuple[Samples, Plan]:
     """A stream's plan: samples split, divided among clients by a partition, and dealt out over rounds by a scenario.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,14 +23,8 @@ from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.tasks.ridge_statistics import Numbers, OneHot, ReadoutTargets
 from lightning_fcl.tasks.ridge_task import RidgeTask, RidgeTrainer, Share, with_rows
 
-
-class PlasticityRule(Protocol):
-    """How gain and bias adapt: `lightning_fcl.callbacks.IntrinsicPlasticity`."""
-
-    mu: float
-    sigma: float
-
-    def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]: ...
+if TYPE_CHECKING:
+    from lightning_fcl.methods.plasticity import IntrinsicPlasticity
 
 
 class ReservoirTask(RidgeTask):
@@ -56,7 +50,7 @@ class ReservoirTask(RidgeTask):
         self.reservoir = reservoir
         self.features = readout
         self.adapting = False
-        self.plasticity: PlasticityRule | None = None
+        self.plasticity: IntrinsicPlasticity | None = None
 
     @property
     def reductions(self) -> Rules:

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from functools import partial
 
 import lightning.pytorch as L
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLoss, Replay
-from lightning_fcl.callbacks.pretrain import _Images
+from lightning_fcl.callbacks.pretrain import mirrored_and_shifted
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.models import MLP, DSICNet
@@ -325,11 +326,11 @@ def test_in_a_plain_trainer(run, fit):
 def test_images_are_mirrored_and_shifted():
     x, y = torch.rand(3, 2, 5, 6), torch.arange(3)
     padded = F.pad(torch.cat([x, x.flip(-1)]), (4, 4, 4, 4))
-    images, seen = _Images(x, y, True), set()
-    for index in range(3):
-        for _ in range(150):
-            image, label = images[index]
-            assert label == index
+    collate, seen = mirrored_and_shifted((5, 6)), set()
+    for _ in range(150):
+        images, labels = collate(list(zip(x, y, strict=True)))
+        assert torch.equal(labels, y)
+        for index, image in enumerate(images):
             found = [
                 (flip, i, j)
                 for flip in (0, 1)
@@ -340,8 +341,6 @@ def test_images_are_mirrored_and_shifted():
             assert found
             seen.add(found[0])
     assert len(seen) > 100  # of 162
-    plain = _Images(x, y, False)
-    assert all(torch.equal(plain[i][0], x[i]) for i in range(3))
 
 
 def test_the_base_session_fills_the_buffers_before_the_first_round(run):
@@ -388,27 +387,37 @@ def test_replay_needs_a_base_session(fit, make_stream, make_task):
         fit(make_net(), stream, [Replay(9, base=True)], strategy="auto")
 
 
-def test_a_network_without_the_two_parts(fit, make_stream, make_task):
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 6)
-
-    def task(model):
-        return Classifier(model, 6)
-
-    message = "Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a `MLP`."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        fit(task(MLP([6, 5, 6])), make_faces(), [BaseSession(**QUICK)])
-    message = "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is. Name the last layer so."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        fit(task(Halves()), make_faces(), [BaseSession(**QUICK)])
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 6)
 
 
-def test_a_stream_without_base_session(fit, make_stream):
-    message = r'^Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has'
-    with pytest.raises(ValueError, match=message):
-        fit(make_net(), make_stream(), [BaseSession(**QUICK)])
+SMALLER = partial(DSICNet, num_classes=3, image_size=(16, 16))
+HIGHER = partial(DSICNet, num_classes=6, image_size=(24, 16))
+LATENTS = BaseSession(**{**QUICK, "latents": True})
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "callbacks", "message"),
+    [
+        (
+            partial(MLP, [6, 5, 6]),
+            None,
+            [],
+            "to have a `backbone` and a `head`, as DSICNet has, but got a `MLP`.",
+        ),
+        (Halves, None, [], "`model.head.classifier` to be an nn.Linear, as DSICNet's is. Name the last layer so."),
+        (SMALLER, None, [], "an output for each of the stream's 6 classes but got 3"),
+        (HIGHER, None, [], "images of shape (1, 24, 16), as the network takes them, but the stream's are (1, 16, 16)"),
+        (HIGHER, "digits", [], 'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has'),
+        (HIGHER, None, [Replay(9, base=True), LATENTS], "`Replay(base=True)` behind `BaseSession(latents=True)`"),
+    ],
+)
+def test_what_it_cannot_train_is_refused(fit, model, data, callbacks, message):
+    stream = make_faces() if data is None else FederatedStream(data)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fit(Classifier(model(), 6), stream, callbacks or [BaseSession(**QUICK)])
 
 
 @pytest.mark.parametrize(
@@ -424,24 +433,6 @@ def test_a_stream_without_base_session(fit, make_stream):
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         BaseSession(**arguments)
-
-
-def test_a_network_with_too_few_outputs(fit):
-    task = Classifier(DSICNet(num_classes=3, image_size=(16, 16)), 6)
-    with pytest.raises(ValueError, match="an output for each of the stream's 6 classes but got 3"):
-        fit(task, make_faces(), [BaseSession(**QUICK)])
-
-
-def test_replay_of_maps_stands_behind_the_base_session(fit):
-    with pytest.raises(ValueError, match=r"Expected `Replay\(base=True\)` behind `BaseSession\(latents=True\)`"):
-        fit(make_net(), make_faces(), [Replay(9, base=True), BaseSession(**{**QUICK, "latents": True})])
-
-
-def test_images_of_another_size_are_refused_before_training(fit):
-    task = Classifier(DSICNet(num_classes=6, image_size=(24, 16)), 6)
-    message = r"^Expected images of shape \(1, 24, 16\), as the network takes them, but the stream's are \(1, 16, 16\)"
-    with pytest.raises(ValueError, match=message):
-        fit(task, make_faces(), [BaseSession(**QUICK)])
 
 
 def test_a_damaged_cache_is_named(fit, tmp_path):

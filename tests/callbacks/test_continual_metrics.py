@@ -156,10 +156,23 @@ def test_counts_add_up_over_batches(fit, make_stream, make_task):
     assert metrics.record["rounds"][-1]["correct"]["server"] == counts(task.eval(), stream, 4)
 
 
-def test_wrong_arguments(make_task, samples, train):
-    with pytest.raises(ValueError, match=r'^Expected `clients` to be "all", "none" or a list of ids but got "some"\.$'):
-        ContinualMetrics("some")
-    with pytest.raises(ValueError, match=r"Expected a `FederatedStream` as the Trainer's `datamodule` but got None"):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"clients": "some"}, 'Expected `clients` to be "all", "none" or a list of ids but got "some".'),
+        ({"clients": ["seven"]}, "Expected `clients` of the stream's clients (0, 1, 2) but got seven"),
+        ({"on": "train"}, 'Expected `on` to be "test" or "validation" but got "train".'),
+        ({"on": "validation"}, "Expected the stream's `validation` to be above 0 but got no validation samples to mea"),
+        ({"when": "never"}, 'Expected `when` to be "trained", "aggregated" or "both" but got "never"'),
+    ],
+)
+def test_wrong_arguments(fit, make_stream, make_task, words, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        fit(make_task(), make_stream(), [ContinualMetrics(**words)])
+
+
+def test_other_data(make_task, samples, train):
+    with pytest.raises(ValueError, match="Expected a `FederatedStream` as the Trainer's `datamodule` but got None"):
         train(make_task(), [ContinualMetrics()], samples())
 
 
@@ -214,19 +227,6 @@ def test_validation_samples_in_place_of_test_samples(fit, make_stream, make_task
     assert metrics.record["rounds"][-1]["correct"]["server"] == torch.bincount(right, minlength=4).tolist()
     assert metrics.record["totals"] == torch.bincount(y, minlength=4).tolist()
     assert metrics.record["totals"] != torch.bincount(stream.take(stream.plan.test)[1], minlength=4).tolist()
-
-
-def test_no_validation_samples(fit, make_stream, make_task):
-    message = "Expected the stream's `validation` to be above 0 but got no validation samples to measure on."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        fit(make_task(), make_stream(), [ContinualMetrics(on="validation")])
-    with pytest.raises(ValueError, match=r'^Expected `on` to be "test" or "validation" but got "train"\.$'):
-        ContinualMetrics(on="train")
-
-
-def test_unknown_clients_are_named(fit, make_stream, make_task):
-    with pytest.raises(ValueError, match=r"`clients` of the stream's clients \(0, 1, 2\) but got seven"):
-        fit(make_task(), make_stream(), [ContinualMetrics(["seven"])])
 
 
 class Start(Callback):
@@ -319,8 +319,6 @@ def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_wit
         assert rounds[-1]["correct"][client] == counts(by_hand.eval(), stream, 4)
     assert rounds[-1]["correct"]["server"] == counts(task.eval(), stream, 4)
     assert any(rounds[-1]["correct"][client] != rounds[-1]["correct"]["server"] for client in "012")
-    with pytest.raises(ValueError, match='Expected `when` to be "trained", "aggregated" or "both" but got "never"'):
-        ContinualMetrics(when="never")
 
 
 def net():

@@ -10,38 +10,19 @@ from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, 
 Y = np.random.default_rng(5).integers(0, 6, size=600)
 
 
-def by_client(client):
-    return Natural().divide(np.zeros(len(client), int), client, None)
-
-
-def iid(n, clients, rng):
-    return IID(clients).divide(np.zeros(n, int), None, rng)
-
-
-def dirichlet(y, clients, alpha, rng, **kwargs):
-    return Dirichlet(clients, alpha, **kwargs).divide(y, None, rng)
-
-
-def shards(y, clients, shards_per_client, rng):
-    return Shards(clients, shards_per_client).divide(y, None, rng)
-
-
-def class_subsets(y, clients, classes_per_client, rng, fraction=1.0):
-    return ClassSubsets(clients, classes_per_client, fraction).divide(y, None, rng)
+def divide(partition, y=Y, owner=None, seed=0):
+    return partition.divide(np.asarray(y), owner, np.random.default_rng(seed))
 
 
 SEEDED = {
-    "iid": lambda rng: iid(len(Y), 7, rng),
-    "dirichlet": lambda rng: dirichlet(Y, 7, 0.3, rng),
-    "shards": lambda rng: shards(Y, 7, 3, rng),
-    "class_subsets": lambda rng: class_subsets(Y, 7, 2, rng, 0.2),
-}
+    "iid": IID(7), "dirichlet": Dirichlet(7, 0.3), "shards": Shards(7, 3), "class_subsets": ClassSubsets(7, 2, 0.2)
+}  # fmt: skip
 USES_ALL = ["iid", "dirichlet", "shards"]
 
 
 @pytest.mark.parametrize("name", SEEDED)
 def test_indices_are_sorted_disjoint_and_in_range(name):
-    parts = SEEDED[name](np.random.default_rng(0))
+    parts = divide(SEEDED[name])
     assert list(parts) == [str(client) for client in range(7)]
     joined = np.concatenate(list(parts.values()))
     assert len(np.unique(joined)) == len(joined)
@@ -56,7 +37,7 @@ def test_indices_are_sorted_disjoint_and_in_range(name):
 @pytest.mark.parametrize("name", SEEDED)
 def test_the_generator_decides(name):
     def draw(seed):
-        return [index.tolist() for index in SEEDED[name](np.random.default_rng(seed)).values()]
+        return [index.tolist() for index in divide(SEEDED[name], seed=seed).values()]
 
     assert draw(0) == draw(0)
     assert draw(0) != draw(1)
@@ -66,23 +47,22 @@ def test_the_generator_decides(name):
 def test_the_global_generator_is_left_alone(name):
     np.random.seed(3)
     before = np.random.get_state()[1].copy()
-    SEEDED[name](np.random.default_rng(0))
+    divide(SEEDED[name])
     np.testing.assert_array_equal(np.random.get_state()[1], before)
 
 
 def test_by_client_gives_each_owner_all_of_its_samples():
-    client = np.array([10, 2, 10, 30, 2])
-    parts = by_client(client)
+    parts = divide(Natural(), np.zeros(5, int), np.array([10, 2, 10, 30, 2]))
     assert {name: index.tolist() for name, index in parts.items()} == {"2": [1, 4], "10": [0, 2], "30": [3]}
     assert list(parts) == ["2", "10", "30"]
-    named = by_client(np.array(["S3", "S2", "S3"]))
+    named = divide(Natural(), np.zeros(3, int), np.array(["S3", "S2", "S3"]))
     assert {name: index.tolist() for name, index in named.items()} == {"S2": [1], "S3": [0, 2]}
 
 
 def test_iid_sizes_differ_by_one_at_most():
-    sizes = sorted(len(index) for index in iid(23, 5, np.random.default_rng(0)).values())
+    sizes = sorted(len(index) for index in divide(IID(5), np.zeros(23, int)).values())
     assert sizes == [4, 4, 5, 5, 5]
-    assert iid(3, 1, np.random.default_rng(0))["0"].tolist() == [0, 1, 2]
+    assert divide(IID(1), np.zeros(3, int))["0"].tolist() == [0, 1, 2]
 
 
 def counts(parts, y=Y):
@@ -90,7 +70,7 @@ def counts(parts, y=Y):
 
 
 def test_dirichlet_follows_the_proportions_of_its_generator():
-    parts = dirichlet(Y, 4, 0.7, np.random.default_rng(9), min_size=0)
+    parts = divide(Dirichlet(4, 0.7, min_size=0), seed=9)
     # The same draws by hand: for each class one permutation of its members, then one Dirichlet vector.
     rng = np.random.default_rng(9)
     for label in range(6):
@@ -102,33 +82,33 @@ def test_dirichlet_follows_the_proportions_of_its_generator():
 
 def test_dirichlet_becomes_even_with_large_alpha_and_skewed_with_small():
     totals = np.bincount(Y)
-    even = counts(dirichlet(Y, 4, 1e6, np.random.default_rng(0)))
+    even = counts(divide(Dirichlet(4, 1e6)))
     assert np.abs(even - totals / 4).max() <= 2
-    skewed = counts(dirichlet(Y, 4, 1e-3, np.random.default_rng(0), min_size=0))
+    skewed = counts(divide(Dirichlet(4, 1e-3, min_size=0)))
     assert (skewed.max(axis=0) == totals).all()
 
 
 def test_dirichlet_draws_again_until_everybody_has_enough():
-    once = dirichlet(Y, 6, 0.3, np.random.default_rng(1), min_size=0)
-    again = dirichlet(Y, 6, 0.3, np.random.default_rng(1), min_size=40)
+    once = divide(Dirichlet(6, 0.3, min_size=0), seed=1)
+    again = divide(Dirichlet(6, 0.3, min_size=40), seed=1)
     assert min(len(index) for index in once.values()) < 40 <= min(len(index) for index in again.values())
     assert sum(len(index) for index in again.values()) == len(Y)
 
 
 def test_just_enough_is_enough():
-    parts = dirichlet([0] * 10, 2, 1e6, np.random.default_rng(0), min_size=5)
+    parts = divide(Dirichlet(2, 1e6, min_size=5), [0] * 10)
     assert [len(index) for index in parts.values()] == [5, 5]
 
 
 def test_a_client_s_part_of_a_class_is_drawn():
     y = np.zeros(100, dtype=np.int64)
-    drawn = {tuple(class_subsets(y, 1, 1, np.random.default_rng(seed), 0.1)["0"]) for seed in range(3)}
+    drawn = {tuple(divide(ClassSubsets(1, 1, fraction=0.1), y, seed=seed)["0"]) for seed in range(3)}
     assert len(drawn) == 3 and tuple(range(10)) not in drawn
 
 
 def test_shards_are_whole_pieces_of_the_sorted_labels():
     y = np.repeat(np.arange(10), 60)[np.random.default_rng(0).permutation(600)]
-    parts = shards(y, clients=10, shards_per_client=2, rng=np.random.default_rng(1))
+    parts = divide(Shards(10, 2), y, seed=1)
     in_order = [[i for i in range(600) if y[i] == label] for label in range(10)]
     pieces = {tuple(members[start : start + 30]) for members in in_order for start in (0, 30)}
     for index in parts.values():
@@ -139,7 +119,7 @@ def test_shards_are_whole_pieces_of_the_sorted_labels():
 
 def test_class_subsets_with_a_fraction_that_fits():
     y = np.repeat(np.arange(10), 100)
-    parts = class_subsets(y, 5, 3, np.random.default_rng(0), fraction=0.1)
+    parts = divide(ClassSubsets(5, 3, fraction=0.1), y)
     for index in parts.values():
         assert np.unique(y[index], return_counts=True)[1].tolist() == [10, 10, 10]
     assert len({tuple(np.unique(y[index])) for index in parts.values()}) > 1
@@ -147,10 +127,10 @@ def test_class_subsets_with_a_fraction_that_fits():
 
 def test_class_subsets_share_a_class_equally_when_it_is_asked_for_too_often():
     y = np.repeat([3, 8], [90, 30])
-    parts = class_subsets(y, 6, 2, np.random.default_rng(0))
+    parts = divide(ClassSubsets(6, 2), y)
     assert [np.unique(y[index], return_counts=True)[1].tolist() for index in parts.values()] == [[15, 5]] * 6
     assert sum(len(index) for index in parts.values()) == 120
-    alone = class_subsets(y, 1, 1, np.random.default_rng(0))["0"]
+    alone = divide(ClassSubsets(1, 1), y)["0"]
     assert alone.tolist() in (list(range(90)), list(range(90, 120)))
 
 
@@ -158,7 +138,7 @@ def test_class_subsets_share_a_class_equally_when_it_is_asked_for_too_often():
 def test_class_subsets_leave_no_class_out_where_there_is_room(clients, each):
     y, lost = np.repeat(np.arange(6), 40), 0
     for seed in range(40):
-        parts, old = class_subsets(y, clients, each, np.random.default_rng(seed)), np.random.default_rng(seed)
+        parts, old = divide(ClassSubsets(clients, each), y, seed=seed), np.random.default_rng(seed)
         drawn = []  # as the partition draws them
         for _ in range(clients):
             size = old.integers(*(each if isinstance(each, tuple) else (each, each)), endpoint=True)
@@ -178,7 +158,7 @@ def test_class_subsets_leave_no_class_out_where_there_is_room(clients, each):
 
 def test_class_subsets_take_ranges():
     y = np.repeat(np.arange(10), 400)
-    parts = class_subsets(y, 20, (2, 5), np.random.default_rng(0), fraction=(0.05, 0.1))
+    parts = divide(ClassSubsets(20, (2, 5), fraction=(0.05, 0.1)), y)
     numbers, shares = [], []
     for index in parts.values():
         held = np.unique(y[index], return_counts=True)[1]
@@ -195,53 +175,24 @@ def test_class_subsets_take_ranges():
 def test_class_subsets_give_one_sample_to_whoever_asks_for_one():
     y = np.repeat(np.arange(3), 10)
     for seed in range(20):
-        parts = class_subsets(y, 8, (1, 3), np.random.default_rng(seed), fraction=0.1)
+        parts = divide(ClassSubsets(8, (1, 3), fraction=0.1), y, seed=seed)
         assert all(set(np.unique(y[index], return_counts=True)[1].tolist()) == {1} for index in parts.values())
 
 
-def rng():
-    return np.random.default_rng(0)
-
-
+RANGE = "Expected `{}` to be between {} and {} but got {}."
+NONE = "Expected a division with `min_size`={} samples per client but 1000 draws with `alpha`={} and {} clients"
 ERRORS = {
-    "no clients": (
-        lambda: iid(5, 0, rng()),
-        "Expected `clients` to be between 1 and 5 but got 0.",
-    ),
-    "more clients than samples": (lambda: iid(5, 6, rng()), "Expected `clients` to be between 1 and 5"),
-    "alpha 0": (
-        lambda: dirichlet(Y, 5, 0.0, rng()),
-        "Expected `alpha` to be between 1e-09 and 1000000.0 but got 0.0.",
-    ),
-    "alpha NaN": (lambda: dirichlet(Y, 5, float("nan"), rng()), "but got nan."),
-    "min_size too large": (
-        lambda: dirichlet(Y, 7, 1.0, rng(), min_size=86),
-        "Expected a division with `min_size`=86 samples per client but 1000 draws with `alpha`=1.0 and 7 clients",
-    ),
-    "min_size never reached": (
-        lambda: dirichlet([0, 0, 0, 0], 2, 1e-4, rng(), min_size=2),
-        "Expected a division with `min_size`=2 samples per client but 1000 draws with `alpha`=0.0001 and 2 clients",
-    ),
-    "no shards": (
-        lambda: shards(Y, 7, 0, rng()),
-        "Expected `shards_per_client` to be between 1 and 85 but got 0.",
-    ),
-    "too many shards": (lambda: shards(Y, 7, 86, rng()), "between 1 and 85 but got 86."),
-    "too many classes": (
-        lambda: class_subsets(Y, 5, 7, rng()),
-        "Expected `classes_per_client` to be between 1 and 6 but got 7.",
-    ),
-    "classes the wrong way round": (
-        lambda: class_subsets(Y, 5, (4, 2), rng()),
-        "Expected `classes_per_client` to be between 4 and 6 but got 2.",
-    ),
-    "fraction 0": (
-        lambda: class_subsets(Y, 5, 2, rng(), 0.0),
-        "Expected `fraction` to be above 0 and at most 1 but got 0.0.",
-    ),
-    "fraction 1.7": (lambda: class_subsets(Y, 5, 2, rng(), 1.7), "at most 1 but got 1.7."),
+    "no clients": (IID(0), [0] * 5, RANGE.format("clients", 1, 5, 0)),
+    "more clients than samples": (IID(6), [0] * 5, RANGE.format("clients", 1, 5, 6)),
+    "min_size too large": (Dirichlet(7, 1.0, min_size=86), Y, NONE.format(86, 1.0, 7)),
+    "min_size never reached": (Dirichlet(2, 1e-4, min_size=2), [0] * 4, NONE.format(2, 0.0001, 2)),
+    "no shards": (Shards(7, 0), Y, RANGE.format("shards_per_client", 1, 85, 0)),
+    "too many shards": (Shards(7, 86), Y, RANGE.format("shards_per_client", 1, 85, 86)),
+    "too many classes": (ClassSubsets(5, 7), Y, RANGE.format("classes_per_client", 1, 6, 7)),
+    "classes the wrong way round": (ClassSubsets(5, (4, 2)), Y, RANGE.format("classes_per_client", 4, 6, 2)),
     "fraction too small": (
-        lambda: class_subsets(np.repeat([0, 1], 20), 3, 2, rng(), 0.01),
+        ClassSubsets(3, 2, 0.01),
+        np.repeat([0, 1], 20),
         "Expected at least one sample of class 0 for client '0' but 3 clients hold the class, which has 20 samples, "
         "and the `fraction` of this one is 0.01. Raise `fraction`, or lower",
     ),
@@ -249,7 +200,21 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_impossible_arguments(case):
-    call, message = ERRORS[case]
+def test_divisions_that_cannot_be(case):
+    partition, y, message = ERRORS[case]
     with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+        divide(partition, y)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dirichlet(5, 0.0), "Expected `alpha` to be between 1e-09 and 1000000.0 but got 0.0."),
+        (lambda: Dirichlet(5, float("nan")), "but got nan."),
+        (lambda: ClassSubsets(5, 2, 0.0), "Expected `fraction` to be above 0 and at most 1 but got 0.0."),
+        (lambda: ClassSubsets(5, 2, 1.7), "at most 1 but got 1.7."),
+    ],
+)
+def test_impossible_arguments(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()

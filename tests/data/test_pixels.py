@@ -134,24 +134,20 @@ def test_what_is_no_image_is_kept_as_it_is():
     assert torch.equal(store._read("a")["Replay"]["x"], memory["x"])
 
 
+PIXELS, LABELS = images()
+
+
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("x", "words", "message"),
     [
-        ({"mean": 127.0, "std": 60.0}, "Expected `mean` to be at least 0 and at most 1, of pixels scaled to"),
-        ({"mean": 0.5, "std": 0.0}, "Expected `std` to be above 0 and at most 1"),
-        ({"mean": 0.5}, "Expected `std` to be above 0 .* but got None"),
-        ({"mean": [0.5, 0.5], "std": 0.2}, "one for each of 3 channels .* but got 2"),
+        (PIXELS, {"mean": 127.0, "std": 60.0}, "Expected `mean` to be at least 0 and at most 1, of pixels scaled to"),
+        (PIXELS, {"mean": 0.5, "std": 0.0}, "Expected `std` to be above 0 and at most 1"),
+        (PIXELS, {"mean": 0.5}, "Expected `std` to be above 0 .* but got None"),
+        (PIXELS, {"mean": [0.5, 0.5], "std": 0.2}, "one for each of 3 channels .* but got 2"),
+        (PIXELS[:, :, :, :2].transpose(0, 2, 3, 1), {}, r"channels come last: pass `x.transpose\(0, 3, 1, 2\)`"),
+        (PIXELS.astype(np.float32), {}, r"Expected `x` to be uint8 images .* but got torch.float32"),
     ],
 )
-def test_wrong_numbers_are_named(words, message):
+def test_wrong_numbers_and_images_are_named(x, words, message):
     with pytest.raises(ValueError, match=message):
-        FederatedStream.from_arrays(*images(), **words)
-
-
-def test_channels_that_come_last_and_floats_are_named():
-    x, y = images()
-    last = np.ascontiguousarray(x[:, :, :, :2].transpose(0, 2, 3, 1))
-    with pytest.raises(ValueError, match=r"The channels come last: pass `x.transpose\(0, 3, 1, 2\)`"):
-        FederatedStream.from_arrays(last, y, mean=MEAN, std=STD)
-    with pytest.raises(ValueError, match=r"Expected `x` to be uint8 images .* but got torch.float32"):
-        FederatedStream.from_arrays(x.astype(np.float32), y, mean=MEAN, std=STD)
+        FederatedStream.from_arrays(x, LABELS, **(words or {"mean": MEAN, "std": STD}))

@@ -129,43 +129,30 @@ def test_owners_that_are_numbers():
         assert stream.plan.test.tolist() == np.flatnonzero(np.isin(owner, [3, 10])).tolist()
 
 
+AMONG = "Expected `{}` to be among the owners {} but got {}."
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("split", "message"),
     [
-        (
-            {"test": ["ann", "zoë"]},
-            "Expected `test` to be among the owners ann, bob, cem, dua, eve but got zoë.",
-        ),
-        (
-            {"test": ["eve"], "validation": ["eve"]},
-            "Expected `validation` to be among the owners ann, bob, cem, dua but got eve.",
-        ),
-        (
-            {"test": ["eve"], "validation": ["dua"], "train_clients": ["dua", "ann", "eve"]},
-            "Expected `train_clients` to be among the owners ann, bob, cem but got dua, eve.",
-        ),
+        (Split(["ann", "zoë"]), AMONG.format("test", "ann, bob, cem, dua, eve", "zoë")),
+        (Split(["eve"], ["eve"]), AMONG.format("validation", "ann, bob, cem, dua", "eve")),
+        (Split(["eve"], ["dua"], ["dua", "ann", "eve"]), AMONG.format("train_clients", "ann, bob, cem", "dua, eve")),
     ],
 )
-def test_unknown_owners_are_named(options, message):
+def test_unknown_owners_are_named(split, message):
     with pytest.raises(ValueError, match=exactly(message)):
-        prepared(*arrays(), NAMES, split=Split(**options))
+        prepared(*arrays(), NAMES, split=split)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"test": [*"ab"], "validation": 0.0, "train_clients": None},
-        {"test": ["a"], "validation": ["b"], "train_clients": None},
-        {"test": 0.2, "validation": 0.0, "train_clients": []},
-    ],
-)
-def test_somebody_must_be_left_to_train(options):
+@pytest.mark.parametrize("split", [Split([*"ab"]), Split(["a"], ["b"]), Split(train_clients=[])])
+def test_somebody_must_be_left_to_train(split):
     message = (
         "Expected `test`, `validation` and `train_clients` to leave samples to train on but "
-        f"{options['test']}, {options['validation']} and {options['train_clients']} leave none."
+        f"{split.test}, {split.validation} and {split.train_clients} leave none."
     )
     with pytest.raises(ValueError, match=exactly(message)):
-        prepared(*arrays(), np.array(["a", "b"])[np.arange(120) % 2], split=Split(**options))
+        prepared(*arrays(), np.array(["a", "b"])[np.arange(120) % 2], split=split)
 
 
 @pytest.mark.parametrize("option", ["test", "validation", "train_clients"])
@@ -267,103 +254,63 @@ def test_seeds(monkeypatch):
     assert tests(seed=None) == tests(seed=3)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FederatedStream(batch_size=0), "Expected `batch_size` to be at least 1 but got 0."),
-        (lambda: FederatedStream(num_workers=-1), "Expected `num_workers` to be at least 0 but got -1."),
-        (
-            lambda: ClassIncremental(rounds_per_experience=0),
-            "Expected `rounds_per_experience` to be between 1 and 1000000 but got 0.",
-        ),
-        (lambda: Stationary(rounds=0), "Expected `rounds` to be between 1 and 1000000 but got 0."),
-        (
-            lambda: FederatedStream(partition="fair"),
-            "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards, ClassSubsets, or one of these "
-            'names, but got "fair".',
-        ),
-        (
-            lambda: FederatedStream(scenario="class-incrementall"),
-            "Expected `scenario` to be an object of ClassIncremental, DomainIncremental, Stationary, Blurry, "
-            "GrowingClasses, Online, Staggered, FLwFScenario, ODFCLScenario, FedViTScenario, or one of these names, "
-            'but got "class-incrementall". Did you mean ClassIncremental?',
-        ),
-        (
-            lambda: FederatedStream(split=Split(test="offical")).setup("fit"),
-            'Expected `test` to be a fraction, "official" or a list of owners but got "offical". Did you mean '
-            "official?",
-        ),
-        (
-            lambda: FederatedStream(scenario=ClassIncremental(class_order=[*range(10), 10])).setup("fit"),
-            "Expected `class_order` among 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 or their numbers but got 10. Did you mean 1?",
-        ),
-        (
-            lambda: FederatedStream(
-                scenario=ClassIncremental(class_order={c: range(10) for c in "012x"}), partition=IID(3)
-            ).setup("fit"),
-            "Expected `class_order` of the stream's clients (0, 1, 2) but got x.",
-        ),
-        (
-            lambda: FederatedStream(scenario="FLwF", split=Split(0.3)),
-            "Expected no `split` for `FLwFScenario`, which draws the samples of tests itself, but got Split(test=0.3, "
-            "validation=0.0, train_clients=None). Leave it out.",
-        ),
-        (
-            lambda: FederatedStream(scenario="fedvit", partition="iid"),
-            "Expected no `partition` for `FedViTScenario`, which draws the samples of clients itself, but got iid. "
-            "Leave it out.",
-        ),
-    ],
+SCENARIOS = (
+    "Expected `scenario` to be an object of ClassIncremental, DomainIncremental, Stationary, Blurry, GrowingClasses, "
+    "Online, Staggered, FLwFScenario, ODFCLScenario, FedViTScenario, or one of these names, but got"
 )
-def test_wrong_arguments(make, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        make()
+PARTITIONS = "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards, ClassSubsets, or one of these"
+ORDER = "Expected `class_order` among 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 or their numbers but got "
+WRONG = [
+    ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
+    ({"num_workers": -1}, "Expected `num_workers` to be at least 0 but got -1."),
+    ({"partition": "fair"}, PARTITIONS),
+    ({"partition": "natural"}, "Expected the owner of each sample for the partition `Natural` but the data name none."),
+    ({"scenario": "class-incrementall"}, f'{SCENARIOS} "class-incrementall". Did you mean ClassIncremental?'),
+    ({"scenario": ClassIncremental(class_order=[*range(10), 10])}, f"{ORDER}10. Did you mean 1?"),
+    ({"scenario": ClassIncremental(class_order=[1.5])}, f"{ORDER}1.5."),
+    (
+        {"scenario": ClassIncremental(class_order={c: range(10) for c in "012x"}), "partition": IID(3)},
+        "Expected `class_order` of the stream's clients (0, 1, 2) but got x.",
+    ),
+    (
+        {"split": Split(test="offical")},
+        'Expected `test` to be a fraction, "official" or a list of owners but got "offical". Did you mean official?',
+    ),
+    ({"split": Split("official")}, 'Expected `test` to be a fraction but got "official", which digits has not.'),
+    (
+        {"scenario": "FLwF", "split": Split(0.3)},
+        "Expected no `split` for `FLwFScenario`, which draws the samples of tests itself, but got Split(test=0.3, "
+        "validation=0.0, train_clients=None). Leave it out.",
+    ),
+    (
+        {"scenario": "fedvit", "partition": "iid"},
+        "Expected no `partition` for `FedViTScenario`, which draws the samples of clients itself, but got iid. Leave ",
+    ),
+]
+OF_ANOTHER_KIND = [
+    ({"scenario": DomainIncremental}, SCENARIOS),
+    ({"scenario": {"class_path": "FLwFScenario"}}, SCENARIOS),
+    ({"scenario": IID(3)}, SCENARIOS),
+    ({"partition": ClassIncremental()}, PARTITIONS),
+    ({"split": 0.2}, "Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got 0.2."),
+    ({"data": np.zeros((3, 2))}, "Expected a map-style data set for `data` but got a ndarray. `FederatedStream.from"),
+    ({"scenario": ClassIncremental(class_order="ascending")}, "Expected `class_order` to be a list of names or"),
+]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"scenario": DomainIncremental},
-            "Expected `scenario` to be an object of ClassIncremental, DomainIncremental,",
-        ),
-        ({"scenario": {"class_path": "FLwFScenario"}}, "Expected `scenario` to be an object of ClassIncremental,"),
-        ({"scenario": IID(3)}, "Expected `scenario` to be an object of ClassIncremental, DomainIncremental"),
-        ({"partition": ClassIncremental()}, "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards"),
-        ({"split": 0.2}, "Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got 0.2."),
-        (
-            {"data": np.zeros((3, 2))},
-            "Expected a map-style data set for `data` but got a ndarray. `FederatedStream.from",
-        ),
-        ({"scenario": ClassIncremental(class_order="ascending")}, "Expected `class_order` to be a list of names or"),
-    ],
+    ("error", "options", "message"),
+    [(ValueError, *case) for case in WRONG] + [(TypeError, *case) for case in OF_ANOTHER_KIND],
 )
-def test_arguments_of_another_kind(options, message):
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+def test_wrong_arguments(error, options, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
         FederatedStream(**options).setup("fit")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"partition": "natural"},
-            "Expected the owner of each sample for the partition `Natural` but the data name none. Use another "
-            "`partition`, such as `IID`.",
-        ),
-        (
-            {"split": Split("official")},
-            'Expected `test` to be a fraction but got "official", which digits has not.',
-        ),
-        (
-            {"scenario": ClassIncremental(class_order=[1.5])},
-            "Expected `class_order` among 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 or their numbers but got 1.5.",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit_the_data(options, message):
-    with pytest.raises(ValueError, match=exactly(message)):
-        FederatedStream("digits", **options).setup("fit")
+@pytest.mark.parametrize(("kind", "name"), [(ClassIncremental, "rounds_per_experience"), (Stationary, "rounds")])
+def test_wrong_numbers_of_rounds(kind, name):
+    with pytest.raises(ValueError, match=exactly(f"Expected `{name}` to be between 1 and 1000000 but got 0.")):
+        kind(**{name: 0})
 
 
 def test_arguments_are_found_by_their_short_names():

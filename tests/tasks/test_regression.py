@@ -13,7 +13,7 @@ from torchmetrics import MeanAbsoluteError
 
 from lightning_fcl import FederatedStream, ReservoirRegressor
 from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, FedProx, Replay
-from lightning_fcl.callbacks.tester import InMemory, Tester
+from lightning_fcl.callbacks.tester import Tester
 from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
@@ -209,10 +209,11 @@ def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
 
 
 def test_a_single_sample_has_an_error_but_no_r2(fit):
-    task = regressor()
-    fit(task, make(), max_epochs=1)  # a Trainer, with its precision
+    task, stream = regressor(), make()
+    fit(task, stream, max_epochs=1)  # a Trainer, with its precision
     x, y = torch.randn(3, 6), torch.randn(3, 2)
-    values = Tester(InMemory(x, y, torch.tensor([0, 1, 1])), 3).measured(task, [(0,), (1,), (2,), (0, 1)])
+    tester = Tester(stream, np.arange(3), torch.tensor([0, 1, 1]), 3, "test", (x, y))
+    values = tester.measured(task, [(0,), (1,), (2,), (0, 1)], ["MSE", "R2"])
     assert values["R2"]["0"] is None and values["R2"]["1"] is not None and values["MSE"]["2"] is None
     with torch.no_grad():
         assert values["MSE"]["0"] == pytest.approx(float(((task(x[:1]) - y[:1]) ** 2).mean()), rel=1e-5)

@@ -91,10 +91,7 @@ def test_a_network_of_the_users_own_is_handed_in(saved):
         ({"model": {"class_path": "os.system", "init_args": {"command": "{}"}}}, "`model` to be handed in"),
         ({"optimizer": "os.system"}, "`Classifier.optimizer` to be of type"),
         ({"model": "os.system"}, "`Classifier.model` to be of type Module but got 'os.system'"),
-        (
-            {"model": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}},
-            "`Classifier.model` to be of type",
-        ),
+        ({"model": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}}, "`Classifier.model` to be of type"),
         ({"_class_path": "os.system", "command": "{}"}, "unexpected keyword argument '_class_path'"),
         (
             {"_instantiator": "lightning.pytorch.cli.instantiate_module", "num_classes": 4},
@@ -127,10 +124,7 @@ def test_another_state_is_refused_by_name(saved):
         ({**state, name: state[name].double()}, f"`{name}` to be torch.float32 .* but got torch.float64"),
         ({**state, name: 3}, f"`{name}` to be a tensor but got int"),
         ({key: value for key, value in state.items() if key != name}, f"there is no `{name}`"),
-        (
-            {**state, **{f"more.{n}": torch.zeros(1) for n in range(5)}},
-            "`more.0`, `more.1`, `more.2` and 2 more",
-        ),
+        ({**state, **{f"more.{n}": torch.zeros(1) for n in range(5)}}, "`more.0`, `more.1`, `more.2` and 2 more"),
     ]:
         with pytest.raises(ValueError, match=message):
             Classifier.load_from_checkpoint(saved(task, state_dict=change))

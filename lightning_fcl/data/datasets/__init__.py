@@ -29,17 +29,11 @@ from lightning_fcl.hub.source import Source, data_root
 __all__ = ["Arrays", "check", "data_root", "describe", "fetch", "load_dataset"]
 
 _LOADERS: dict[str, Callable[..., Arrays]] = {
-    "cifar100": load_cifar100,
-    "core50": load_core50,
-    "digits": load_digits,
-    "fc100": load_fc100,
-    "hhar": load_hhar,
-    "lfw": load_lfw,
-    "miniimagenet": load_miniimagenet,
-    "orl": load_orl,
-    "tinyimagenet": load_tinyimagenet,
-    "ucihar": load_ucihar,
-    "wesad": load_wesad,
+    loader.__name__.removeprefix("load_"): loader
+    for loader in (
+        *(load_cifar100, load_core50, load_digits, load_fc100, load_hhar, load_lfw),
+        *(load_miniimagenet, load_orl, load_tinyimagenet, load_ucihar, load_wesad),
+    )
 }
 
 

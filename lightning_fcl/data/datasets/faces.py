@@ -19,9 +19,7 @@ _PEOPLE = 40
 
 
 def load_orl(
-    root: str | Path | None = None,
-    size: Sequence[int] | None = (64, 48),
-    normalize: FaceScale = "image",
+    root: str | Path | None = None, size: Sequence[int] | None = (64, 48), normalize: FaceScale = "image"
 ) -> Arrays:
     """ORL (AT&T) faces: ten grey images each of 40 people, taken in a laboratory.
 
@@ -67,10 +65,7 @@ _LFW = SOURCES["lfw"]
 
 
 def load_lfw(
-    root: str | Path | None = None,
-    min_faces: int = 35,
-    size: Sequence[int] = (64, 48),
-    normalize: FaceScale = "image",
+    root: str | Path | None = None, min_faces: int = 35, size: Sequence[int] = (64, 48), normalize: FaceScale = "image"
 ) -> Arrays:
     """Labeled Faces in the Wild: press photographs of people, cut to the face, in grey.
 

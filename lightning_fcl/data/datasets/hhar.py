@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays, Sensor
 from lightning_fcl.data.datasets.files import SOURCES, check_subset, in_range
-from lightning_fcl.data.datasets.series import (
-    Recording,
-    Scale,
-    chunked,
-    measured_series,
-    read_windows,
-    stretches,
-)
+from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
 from lightning_fcl.errors import at_least, require
 from lightning_fcl.hub.documents import check_size, reading
 

@@ -20,14 +20,7 @@ from lightning_fcl.data.datasets.files import (
     read_npz,
     read_pickle,
 )
-from lightning_fcl.data.datasets.series import (
-    Recording,
-    Scale,
-    chunked,
-    measured_series,
-    read_windows,
-    stretches,
-)
+from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
 from lightning_fcl.errors import at_least
 from lightning_fcl.hub.documents import check_members, check_size, ensure, reading
 

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import TensorDataset
 
 from lightning_fcl.data.scenarios.scenario import (
-    EMPTY,
     MOST_ROUNDS,
     History,
     IntArray,
@@ -222,14 +221,24 @@ def plan_of(
     rng: np.random.Generator,
 ) -> Plan:
     """The plan of each client's samples of each of its experiences, in the rounds that a scenario gives these."""
-    each = scenario.rounds_per_experience
-    last = max(len(own) for own in parts.values())
-    if scenario.samples_per_round is None:  # all of an experience's samples in each of its rounds, which share them
-        whole = [_round(scenario, parts, number, 0) for number in range(last)]
-        train = [current for current in whole for _ in range(each)]
-    else:
-        shuffled = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
-        train = [_round(scenario, shuffled, *divmod(r, each)) for r in range(each * last)]
+    each, number = scenario.rounds_per_experience, scenario.samples_per_round
+    if number is not None:
+        parts = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
+    train: list[dict[str, IntArray]] = []
+    for experience in range(max(len(own) for own in parts.values())):
+        there = {client: own[experience] for client, own in parts.items() if len(own) > experience}
+        there = {client: samples for client, samples in there.items() if len(samples)}
+        if number is None:  # all samples in each round, which share them
+            train += [{client: _ascending(samples) for client, samples in there.items()}] * each
+            continue
+        for client, samples in there.items():
+            if len(samples) < each * number:
+                raise ValueError(
+                    f"Expected `samples_per_round` to leave enough samples for {each} rounds of experience "
+                    f"{experience} of client {client}, which has {len(samples)}, but got {number}."
+                )
+        pieces = {client: samples[: each * number].reshape(each, number) for client, samples in there.items()}
+        train += [{client: _ascending(own[round]) for client, own in pieces.items()} for round in range(each)]
     shared = {id(own): tuple(own) for own in tasks.values()}  # tasks that clients share stay one object
     return Plan(
         train=with_history(train, scenario.history),
@@ -243,25 +252,8 @@ def plan_of(
     )
 
 
-def _round(
-    scenario: ClassIncremental | DomainIncremental,
-    dealt: Mapping[str, Sequence[IntArray]],
-    experience: int,
-    within: int,
-) -> dict[str, IntArray]:
-    number = scenario.samples_per_round
-    current = {}
-    for client, parts in dealt.items():
-        whole = parts[experience] if experience < len(parts) else EMPTY
-        samples = whole if number is None else whole[within * number : (within + 1) * number]
-        if number is not None and len(samples) < number and len(whole):
-            raise ValueError(
-                f"Expected `samples_per_round` to leave enough samples for {scenario.rounds_per_experience} rounds of "
-                f"experience {experience} of client {client}, which has {len(whole)}, but got {number}."
-            )
-        if len(samples):
-            current[client] = samples if (samples[1:] >= samples[:-1]).all() else np.sort(samples)
-    return current
+def _ascending(samples: IntArray) -> IntArray:
+    return samples if (samples[1:] >= samples[:-1]).all() else np.sort(samples)
 
 
 def _require_one_order(name: str, order: Order, per_client: bool) -> None:

@@ -53,74 +53,42 @@ def test_arrays_keep_what_they_are_given():
         data.y = fields["y"]
 
 
+EACH = "one entry for each of 4 samples, but got "
+PIXELS, ZERO, ONE = np.zeros((4, 2, 3), np.uint8), np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32)
+FITS = " of a shape that broadcasts to a sample, (2, 3), but got "
 REFUSED = {
-    "x float64": (
-        {"x": np.zeros((4, 2))},
-        "Expected `x` to hold float32 but got float64 of shape (4, 2). Convert",
-    ),
-    "y int32": (
-        {"y": np.zeros(4, np.int32)},
-        "Expected `y` to hold int64, one entry for each of 4 samples, but got int32",
-    ),
-    "official_test int": (
-        {"official_test": np.zeros(4, int)},
-        "Expected `official_test` to hold bool, one entry for each of 4 samples, but got int64",
-    ),
+    "x float64": ({"x": np.zeros((4, 2))}, "Expected `x` to hold float32 but got float64 of shape (4, 2). Convert"),
+    "y int32": ({"y": np.zeros(4, np.int32)}, f"Expected `y` to hold int64, {EACH}int32"),
+    "official_test int": ({"official_test": np.zeros(4, int)}, f"Expected `official_test` to hold bool, {EACH}int64"),
     "client float": ({"client": np.zeros(4)}, "Expected `client` to hold integers or text, one entry"),
-    "group object": (
-        {"group": np.array([None] * 4)},
-        "Expected `group` to hold integers or text, one entry for each of 4 samples, but got object",
-    ),
+    "group object": ({"group": np.array([None] * 4)}, f"Expected `group` to hold integers or text, {EACH}object"),
     "no samples": (
         {"x": np.zeros((0, 2), np.float32)},
-        "Expected `x` to hold at least one sample but got shape (0, 2).",
+        "to hold at least one sample but got shape (0, 2).",
     ),
     "a scalar": ({"x": np.float32(1)}, "Expected `x` to hold at least one sample but got shape ()."),
-    "y short": ({"y": np.zeros(3, int)}, "one entry for each of 4 samples, but got int64 of shape (3,)."),
-    "client short": ({"client": np.zeros(3, int)}, "one entry for each of 4 samples, but got int64 of shape (3,)."),
-    "group short": ({"group": np.zeros(3, int)}, "one entry for each of 4 samples, but got int64 of shape (3,)."),
-    "official_test short": (
-        {"official_test": np.zeros(3, bool)},
-        "one entry for each of 4 samples, but got bool of shape (3,).",
-    ),
+    "y short": ({"y": np.zeros(3, int)}, f"{EACH}int64 of shape (3,)."),
+    "client short": ({"client": np.zeros(3, int)}, f"{EACH}int64 of shape (3,)."),
+    "group short": ({"group": np.zeros(3, int)}, f"{EACH}int64 of shape (3,)."),
+    "official_test short": ({"official_test": np.zeros(3, bool)}, f"{EACH}bool of shape (3,)."),
     "label C": (
         {"y": np.array([0, 3, 3, 1])},
         "Expected `y` to be between 0 and 2, a label for each of the 3 `classes`, but got 3 in sample 1 (and 2 "
         "such labels in all). Number the labels from 0, or name every class.",
     ),
     "label -1": ({"y": np.array([0, 1, -1, 1])}, "but got -1 in sample 2 (and 1 such labels in all)."),
-    "pixels without a scale": (
-        {"x": np.zeros((4, 2, 3), np.uint8)},
-        "Expected `x` to hold float32 but got uint8",
-    ),
-    "a scale for floats": (
-        {"mean": np.zeros((1, 1), np.float32), "std": np.ones((1, 1), np.float32)},
-        "Expected `x` to hold uint8 but got float32",
-    ),
-    "no std": (
-        {"x": np.zeros((4, 2, 3), np.uint8), "mean": np.zeros((1, 1), np.float32)},
-        "Expected `mean` and `std` but got no `std`. Pass both, or neither.",
-    ),
+    "pixels without a scale": ({"x": PIXELS}, "Expected `x` to hold float32 but got uint8"),
+    "a scale for floats": ({"mean": ZERO, "std": ONE}, "Expected `x` to hold uint8 but got float32"),
+    "no std": ({"x": PIXELS, "mean": ZERO}, "Expected `mean` and `std` but got no `std`. Pass both, or neither."),
     "mean float64": (
-        {"x": np.zeros((4, 2, 3), np.uint8), "mean": np.zeros((1, 1)), "std": np.ones((1, 1), np.float32)},
+        {"x": PIXELS, "mean": ZERO.astype(float), "std": ONE},
         "Expected `mean` to hold float32 but got float64",
     ),
     "std of another shape": (
-        {
-            "x": np.zeros((4, 2, 3), np.uint8),
-            "mean": np.zeros((2, 1), np.float32),
-            "std": np.ones((3, 1), np.float32),
-        },
-        "and of a shape that broadcasts to a sample, (2, 3), but got [1.0, 1.0, 1.0] of shape (3, 1). For a value of",
+        {"x": PIXELS, "mean": ZERO, "std": np.ones((3, 1), np.float32)},
+        f"and{FITS}[1.0, 1.0, 1.0] of shape (3, 1). For a value of",
     ),
-    "std zero": (
-        {
-            "x": np.zeros((4, 2, 3), np.uint8),
-            "mean": np.zeros((1, 1), np.float32),
-            "std": np.zeros((1, 1), np.float32),
-        },
-        "Expected `std` to be finite, above 0 and of a shape that broadcasts to a sample, (2, 3), but got [0.0] of",
-    ),
+    "std zero": ({"x": PIXELS, "mean": ZERO, "std": ZERO}, f"Expected `std` to be finite, above 0 and{FITS}[0.0] of"),
     "not finite": (
         {"x": with_bad_values()},
         "Expected `x` to be finite but got 2 NaN or infinite values of 6 in sample 1 (2 of 4 samples "

@@ -178,23 +178,6 @@ def test_damaged_files_are_named(tmp_path, damage):
     assert "Delete this copy and unpack" in str(caught.value)
 
 
-OPTIONS = {
-    "chunk": ({"chunk": 0}, "Expected `chunk` to be at least 1 but got 0."),
-    "devices": ({"devices": ["s4"]}, "Expected `devices` to be different names among nexus4, s3,"),
-    "chunk long": ({"chunk": 502}, "Expected `chunk` to be at most 501, the time steps of the longest stretch"),
-    "none there": ({"devices": ["s3"]}, "check that the files hold s3."),
-}
-
-
-@pytest.mark.filterwarnings("ignore:There is no chunk")
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options_are_checked(tmp_path, case):
-    options, message = OPTIONS[case]
-    put(tmp_path, **both())
-    with pytest.raises(ValueError, match=re.escape(message)):
-        hhar.load_hhar(tmp_path, **options)
-
-
 def put_windows(root, **changes):
     rng = np.random.default_rng(0)
     arrays = {
@@ -220,7 +203,7 @@ def test_windows_are_cut(tmp_path):
     assert SOURCES["hhar"].find(tmp_path)[0] == "CSV files"
 
 
-WINDOWS = {
+REFUSED = {
     "chunk": ({}, {"chunk": 200}, "Expected `chunk` to divide 128, the time steps of a window in"),
     "devices": ({}, {"devices": ["s3"]}, "Expected `devices` to be None but got ['s3']: "),
     "features": ({}, {"features": "statistics"}, "Expected `features` to be 'raw' but got 'statistics': "),
@@ -228,12 +211,17 @@ WINDOWS = {
     "user 9": ({"user": np.array([0, 9, 1])}, {"chunk": 128}, "to be between 0 and 8 but got 9 in sample 1."),
     "label 6": ({"y": np.array([0, 6, 1])}, {"chunk": 128}, "Expected `y` to be between 0 and 5"),
     "not finite": ({"X": np.full((3, 3, 128), np.nan)}, {"chunk": 128}, "Expected `x` to be finite"),
+    "chunk 0": (None, {"chunk": 0}, "Expected `chunk` to be at least 1 but got 0."),
+    "unknown devices": (None, {"devices": ["s4"]}, "Expected `devices` to be different names among nexus4, s3,"),
+    "chunk long": (None, {"chunk": 502}, "Expected `chunk` to be at most 501, the time steps of the longest stretch"),
+    "none there": (None, {"devices": ["s3"]}, "check that the files hold s3."),
 }
 
 
-@pytest.mark.parametrize("case", WINDOWS)
-def test_wrong_windows_are_named(tmp_path, case):
-    changes, options, message = WINDOWS[case]
-    put_windows(tmp_path, **changes)
+@pytest.mark.filterwarnings("ignore:There is no chunk")
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_windows_and_options_are_named(tmp_path, case):
+    changes, options, message = REFUSED[case]
+    put(tmp_path, **both()) if changes is None else put_windows(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
         hhar.load_hhar(tmp_path, **options)

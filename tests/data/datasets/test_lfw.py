@@ -128,42 +128,37 @@ def test_original_images_go_before_the_npz_file(tmp_path, put):
         assert SOURCES["lfw"].find(tmp_path) == ("folders of images", folder)
 
 
-def changed(content: bytes) -> dict[str, bytes]:
-    return FILES | {"Zoe_Ray/Zoe_Ray_0002.jpg": content}
-
-
 def encoded(image: Image.Image, kind: str = "JPEG") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind)
     return buffer.getvalue()
 
 
+IMAGE = "lfw/Zoe_Ray/Zoe_Ray_0002.jpg"
 WHOLE = FILES["Zoe_Ray/Zoe_Ray_0002.jpg"]
+CMYK, NARROW = (encoded(Image.new(mode, size)) for mode, size in (("CMYK", (250, 250)), ("RGB", (200, 250))))
+NONE = npz(X=np.zeros((0, 64, 48), np.uint8), y=np.zeros(0, int))
 DAMAGES = {
-    "text": (b"<html>404</html>", "but got: cannot identify image file"),
-    "cut short": (WHOLE[: len(WHOLE) // 2], "but got: image file is truncated"),
-    "a PNG": (
-        encoded(Image.new("RGB", (250, 250)), "PNG"),
-        "but got: cannot identify",
-    ),
-    "another size": (
-        encoded(Image.new("RGB", (200, 250))),
-        "but got: one of 250 x 200 in Pillow's mode 'RGB'.",
-    ),
-    "printing colours": (
-        encoded(Image.new("CMYK", (250, 250))),
-        "but got: one of 250 x 250 in Pillow's mode 'CMYK'.",
-    ),
+    "text": (IMAGE, b"<html>404</html>", "but got: cannot identify image file"),
+    "cut short": (IMAGE, WHOLE[: len(WHOLE) // 2], "but got: image file is truncated"),
+    "a PNG": (IMAGE, encoded(Image.new("RGB", (250, 250)), "PNG"), "but got: cannot identify"),
+    "another size": (IMAGE, NARROW, "but got: one of 250 x 200 in Pillow's mode 'RGB'."),
+    "printing colours": (IMAGE, CMYK, "but got: one of 250 x 250 in Pillow's mode 'CMYK'."),
+    "no names": (NPZ, npz(names=None), "to hold an array 'names' but it does not."),
+    "another shape": (NPZ, npz(X=np.zeros((111, 62, 47), np.uint8)), "(111, 64, 48) but got uint8 of shape (111, 62"),
+    "16 bits": (NPZ, npz(X=np.zeros((111, 64, 48), np.uint16)), "to hold uint8 images but got 111 of uint16."),
+    "nothing": (NPZ, NONE, "uint8 images but got 0 of uint8."),
+    "a label too many": (NPZ, npz(y=np.arange(111) // 35), "to be between 0 and 2 but got 3 in sample 105."),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_images_are_named(tmp_path, damage, put, refused):
-    content, message = DAMAGES[damage]
-    folder = put(tmp_path / "lfw", changed(content))
-    path = folder / "Zoe_Ray" / "Zoe_Ray_0002.jpg"
-    said = refused(load_lfw, tmp_path, min_faces=1)
-    assert said.startswith(f"Expected {path} to be a whole JPEG image") and message in said and REMEDY in said
+def test_damaged_files_are_named(tmp_path, damage, put, damaged):
+    name, content, message = DAMAGES[damage]
+    if name == IMAGE:
+        put(tmp_path / "lfw", FILES)
+    said = damaged("lfw", name, content, **({"min_faces": 1} if name == IMAGE else {}))
+    assert message in said and REMEDY in said
 
 
 def test_people_left_out_are_not_read(tmp_path, put):
@@ -172,44 +167,20 @@ def test_people_left_out_are_not_read(tmp_path, put):
 
 
 def test_a_grey_jpeg_is_taken(tmp_path, put):
-    put(tmp_path / "lfw", changed(encoded(Image.new("L", (250, 250), 51))))
+    put(tmp_path / "lfw", FILES | {"Zoe_Ray/Zoe_Ray_0002.jpg": encoded(Image.new("L", (250, 250), 51))})
     x = load_lfw(tmp_path, min_faces=1, normalize="none").x
     np.testing.assert_allclose(x[4], 0.2, atol=1e-6)
 
 
-NPZ_DAMAGES = {
-    "no names": ({"names": None}, "to hold an array 'names' but it does not."),
-    "another shape": (
-        {"X": np.zeros((111, 62, 47), np.uint8)},
-        "of shape (111, 64, 48) but got uint8 of shape (111, 62",
-    ),
-    "16 bits": ({"X": np.zeros((111, 64, 48), np.uint16)}, "to hold uint8 images but got 111 of uint16."),
-    "nothing": ({"X": np.zeros((0, 64, 48), np.uint8), "y": np.zeros(0, int)}, "uint8 images but got 0 of uint8."),
-    "a label too many": ({"y": np.arange(111) // 35}, "to be between 0 and 2 but got 3 in sample 105."),
-}
-
-
-@pytest.mark.parametrize("damage", NPZ_DAMAGES)
-def test_damaged_npz_is_named(damage, damaged):
-    changes, message = NPZ_DAMAGES[damage]
-    said = damaged("lfw", NPZ, npz(**changes))
-    assert message in said and REMEDY in said
-
-
-@pytest.mark.parametrize("min_faces", [0, -3])
-def test_wrong_min_faces(tmp_path, min_faces):
-    with pytest.raises(ValueError, match=f"Expected `min_faces` to be at least 1 but got {min_faces}."):
-        load_lfw(tmp_path, min_faces=min_faces)
-
-
-def test_the_npz_file_has_no_people_with_few_images(tmp_path, put):
+def test_who_has_few_images_is_left_out_by_a_number_that_can_be(tmp_path, put):
     path = put(tmp_path / NPZ, npz())
     message = (
         f"Expected `min_faces` to be at least 35, as {path} has no people with fewer images, but got 34. Pass 35 or "
         "more, or run `lightning-fcl data fetch lfw`"
     )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load_lfw(tmp_path, min_faces=34)
+    for number, said in ((34, message), (0, "Expected `min_faces` to be at least 1 but got 0.")):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            load_lfw(tmp_path, min_faces=number)
 
 
 def test_nobody_with_so_many_images(tmp_path, put):

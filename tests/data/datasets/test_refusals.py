@@ -11,11 +11,7 @@ RUN = "Run `lightning-fcl data fetch {name}`, or"
 HAND = "Download the archive by hand from"
 NOTHING = {
     "cifar100": ("CIFAR-100", RUN, "`cifar-100-python` with its files `train`, `test` and `meta`"),
-    "core50": (
-        "CORe50",
-        RUN,
-        "`core50_128x128` or `core50_32x32`, as in `core50_128x128/s1/o1/C_01_01_000.png`",
-    ),
+    "core50": ("CORe50", RUN, "`core50_128x128` or `core50_32x32`, as in `core50_128x128/s1/o1/C_01_01_000.png`"),
     "fc100": ("CIFAR-100", RUN, "`cifar-100-python` with its files `train`, `test` and `meta`"),
     "hhar": (
         "the HHAR data",

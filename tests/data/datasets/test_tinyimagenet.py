@@ -131,13 +131,6 @@ def test_a_constant_channel_is_only_centred(tmp_path, put):
     assert not data.samples(~data.official_test).any() and np.isfinite(data.samples()).all()
 
 
-@pytest.mark.parametrize("name", [ORDER[5], ORDER[-1]])
-def test_images_of_another_size_are_named(tmp_path, name, put, refused):
-    path = put(put(tmp_path, FILES) / name, photograph(0, size=84))
-    said = refused(photographs.load_tinyimagenet, tmp_path)
-    assert said.startswith(f"Expected {path} to be a whole JPEG image of 64 x 64 but got: one of 84 x 84 in Pillow's")
-
-
 def test_a_missing_image_of_the_validation_set(tmp_path, put):
     path = put(tmp_path, FILES) / "val/images/val_2.JPEG"
     path.unlink()
@@ -180,18 +173,23 @@ def test_wrong_annotations_are_named(tmp_path, line, put):
         photographs.load_tinyimagenet(tmp_path)
 
 
-NPZ_DAMAGES = {
-    "another shape": ({"X_val": np.zeros((3, 64, 64, 3), np.uint8)}, "of shape (3, 32, 32, 3) but got uint8"),
-    "fewer labels": ({"y_train": np.zeros(5, np.uint8)}, "of shape (6,) but got uint8 of shape (5,)."),
-    "a label too many": ({"y_val": np.array([0, 3, 1])}, "to be between 0 and 2 but got 3 in sample 7."),
+SIZE = " to be a whole JPEG image of 64 x 64 but got: one of 84 x 84 in Pillow's"
+WIDE = np.zeros((3, 64, 64, 3), np.uint8)
+DAMAGES = {
+    "a training image": (ORDER[5], photograph(0, size=84), SIZE),
+    "a validation image": (ORDER[-1], photograph(0, size=84), SIZE),
+    "another shape": ("100classes.npz", npz(X_val=WIDE), "of shape (3, 32, 32, 3) but got uint8"),
+    "fewer labels": ("100classes.npz", npz(y_train=np.zeros(5, np.uint8)), "(6,) but got uint8 of shape (5,)."),
+    "a label too many": ("100classes.npz", npz(y_val=np.array([0, 3, 1])), "between 0 and 2 but got 3 in sample 7."),
 }
 
 
-@pytest.mark.parametrize("damage", NPZ_DAMAGES)
-def test_damaged_npz_is_named(damage, damaged):
-    changes, message = NPZ_DAMAGES[damage]
-    said = damaged("tinyimagenet", "100classes.npz", npz(**changes))
-    assert message in said
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_named(tmp_path, damage, put, damaged):
+    name, content, message = DAMAGES[damage]
+    if not name.endswith(".npz"):
+        put(tmp_path, FILES)
+    assert message in damaged("tinyimagenet", name, content)
 
 
 def test_fetch_downloads_what_load_reads_before_the_npz_file(tmp_path, publish, put):

@@ -235,11 +235,7 @@ def shorter(place, name, rows):
 
 
 BAD = {
-    "no label": (
-        {"label": None},
-        "wrist",
-        "but got: no array but 'None'",
-    ),
+    "no label": ({"label": None}, "wrist", "but got: no array but 'None'"),
     "label 9": ({"label": np.full(42000, 9)}, "wrist", "but got: labels beyond 0 to 7"),
     "no BVP": (
         {"signal": without("wrist", "BVP")},
@@ -263,21 +259,6 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_pickles_are_named(tmp_path, case):
-    changes, device, message = BAD[case]
-    path = put_pickle(tmp_path, **changes)
-    with pytest.raises(ValueError, match=re.escape(message.format(path=path))):
-        sensors.load_wesad(tmp_path, device=device)
-
-
-def test_values_that_are_not_finite_are_named(tmp_path):
-    path = put_stream(tmp_path, eda=np.where(np.arange(240) == 50, np.nan, 1).astype(np.float32))
-    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to hold the wrist's signals")) as caught:
-        sensors.load_wesad(tmp_path)
-    assert "values that are not finite" in str(caught.value)
-
-
 def test_a_subject_without_its_pickle(tmp_path):
     path = put_pickle(tmp_path, 3)
     put_pickle(tmp_path, 2)
@@ -286,32 +267,30 @@ def test_a_subject_without_its_pickle(tmp_path):
         sensors.load_wesad(tmp_path)
 
 
-NPZ = {
-    "labels of floats": ({"label32": np.zeros(9)}, "Expected `label32` of"),
-    "short": ({"label32": np.zeros(9, np.uint8)}, "60.0 s of `TEMP`, 0.3 s of `label`, as if truncated"),
+NOT_FINITE = np.where(np.arange(240) == 50, np.nan, 1).astype(np.float32)
+STREAMS = {
+    "labels of floats": ({"label32": np.zeros(9)}, {}, "Expected `label32` of {path}"),
+    "short": ({"label32": np.zeros(9, np.uint8)}, {}, "60.0 s of `TEMP`, 0.3 s of `label`, as if truncated"),
+    "not finite": (
+        {"eda": NOT_FINITE},
+        {},
+        "{path} to hold the wrist's signals with their labels but got: values",
+    ),
+    "chest": ({}, {"device": "chest"}, "Expected `device` to be 'wrist' with the wrist streams in"),
+    "chunk": ({}, {"chunk": 321}, "Expected `chunk` to be at most 320, the time steps of the longest condition"),
 }
 
 
-@pytest.mark.parametrize("case", NPZ)
-def test_wrong_streams_are_named(tmp_path, case):
-    changes, message = NPZ[case]
-    path = put_stream(tmp_path, **changes)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        sensors.load_wesad(tmp_path)
-    assert str(path) in str(caught.value)
-
-
-OPTIONS = {
-    "chest": ({"device": "chest"}, "Expected `device` to be 'wrist' with the wrist streams in"),
-    "chunk long": ({"chunk": 321}, "Expected `chunk` to be at most 320, the time steps of the longest condition"),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options_are_checked(tmp_path, case):
-    options, message = OPTIONS[case]
-    put_stream(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.filterwarnings("ignore:There is no chunk")
+@pytest.mark.parametrize("case", [*BAD, *STREAMS])
+def test_what_is_wrong_is_named(tmp_path, case):
+    if case in BAD:
+        changes, device, message = BAD[case]
+        path, options = put_pickle(tmp_path, **changes), {"device": device}
+    else:
+        changes, options, message = STREAMS[case]
+        path = put_stream(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(message.format(path=path))):
         sensors.load_wesad(tmp_path, **options)
 
 
