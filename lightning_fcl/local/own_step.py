@@ -72,7 +72,6 @@ class StepTrainer(StackedTrainer):
         self._client_rounds = clients
         schedules = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
         self._loose = LooseState(self._module, [self._template], schedules)
-        self._modes = self._trains()
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         loss = self.losses_of(batch, batch_idx)
@@ -201,19 +200,13 @@ class StepTrainer(StackedTrainer):
             every[rows] = gradient
         return every
 
-    def _trains(self) -> dict[str, bool]:
-        """The mode of each of the module's parts."""
-        return {name: part.training for name, part in self._module.named_modules()}
-
     def finish(self) -> Trained:
         """The clients' states.
 
         Raises:
             ValueError: If their steps have left something on the module, where the next client would find it.
         """
-        changed = self._loose.changes()
-        changed += [name for name, mode in self._trains().items() if mode != self._modes.get(name)]
-        if changed:
+        if changed := self._loose.changes():
             raise ValueError(
                 f"Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
                 f"round {self._client_rounds[0].round} it has changed {quoted(changed)}. Set `cohort_size=1`."
