@@ -66,8 +66,8 @@ class LooseState:
     ) -> None:
         self.unknown: list[str] = []  # names of what cannot be looked into
         self._parts: list[Names | Content] = []
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._learn: list[tuple[Tensor, bool]] = []
+        self._modes: list[tuple[str, nn.Module, bool]] = []
+        self._learn: list[tuple[str, Tensor, bool]] = []
         self._left: list[Change] = []
         self._settled = self._shown = False
         self._leaves: list[Tensor] = []
@@ -81,7 +81,9 @@ class LooseState:
 
     def changes(self) -> list[str]:
         """Names of what has changed since."""
-        return sorted({change.name for change in self._changes()})
+        modes = [f"{name}training" for name, module, training in self._modes if module.training is not training]
+        learn = [f"{name}.requires_grad" for name, value, learns in self._learn if value.requires_grad is not learns]
+        return sorted({*modes, *learn, *(change.name for change in self._changes())})
 
     def put_back(self) -> None:
         """Let all be as it was, for another client, without gradients."""
@@ -98,7 +100,7 @@ class LooseState:
         """What hooks have changed since then is the server's; those to come see what the last client has left."""
         for part in self._parts:
             part.accept()
-        self._learn = [(parameter, parameter.requires_grad) for parameter, _ in self._learn]
+        self._learn = [(name, parameter, parameter.requires_grad) for name, parameter, _ in self._learn]
         self.show_left()
 
     def settle(self) -> None:
@@ -133,18 +135,18 @@ class LooseState:
         self._put_back_learning()
 
     def _put_back_flags(self) -> None:
-        for module, training in self._modes:
+        for _, module, training in self._modes:
             if module.training is not training:
                 module.training = training
         self._put_back_learning()
 
     def _put_back_learning(self) -> None:
-        for parameter, learns in self._learn:
+        for _, parameter, learns in self._learn:
             if parameter.requires_grad is not learns:
                 parameter.requires_grad_(learns)
 
     def _clear_gradients(self) -> None:
-        for leaf in (*(parameter for parameter, _ in self._learn), *self._leaves):
+        for leaf in (*(parameter for _, parameter, _ in self._learn), *self._leaves):
             if leaf.grad is not None:
                 leaf.grad = None
 
@@ -171,8 +173,9 @@ class LooseState:
         for path, part in network.named_modules(prefix=name):
             self._seen.add(id(part))
             own, prefix = vars(part), f"{path}." if path else ""
-            self._modes.append((part, part.training))
-            self._learn += [(p, p.requires_grad) for p in own["_parameters"].values() if p is not None]
+            self._modes.append((prefix, part, part.training))
+            learning = {n: p for n, p in own["_parameters"].items() if p is not None}
+            self._learn += [(f"{prefix}{n}", p, p.requires_grad) for n, p in learning.items()]
             if type(part).__module__.startswith("lightning_fcl.") or _is_of(part, ("torchmetrics.",)):
                 continue
             found += self._names(prefix, own, _INTERNAL)

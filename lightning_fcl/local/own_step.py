@@ -55,7 +55,7 @@ class StepTrainer(StackedTrainer):
         self.recorder = Recorder(module)
         self.losses = torch.zeros(0)  # of the step at hand, shape (clients,)
         self.logged: list[tuple[Sequence[Line | Measured], Sequence[Any]]] = []  # in it, group by group
-        self._template, self._randomness = optimizer, randomness
+        self._randomness = randomness
         self._step = _OwnStep(module)
         self._leaves: list[tuple[Tensor, list[Tensor]]] = []  # each group's rows and parameters
         self._called: tuple[Any, Tensor] | None = None
@@ -72,19 +72,18 @@ class StepTrainer(StackedTrainer):
         self._client_rounds = clients
         schedules = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
         self._loose = LooseState(self._module, [self._template], schedules)
-        self._modes = self._trains()
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         loss = self.losses_of(batch, batch_idx)
         self.recorder.replay(self.logged)
-        self._clients.saw(self.losses)
+        self.saw(self.losses)
         return loss
 
     def losses_of(self, groups: Sequence[Alike], batch_idx: int | None) -> Tensor | None:
         """The sum of the losses in a step; `losses` and `logged` tell each client's."""
-        clients, device = self._clients, groups[0].rows.device
-        keys, known = clients.next_keys(device), clients.known(device) if clients.methods else {}
-        self.losses, self.logged, self._leaves = torch.zeros(clients.number, device=device), [], []
+        device = groups[0].rows.device
+        keys, known = self.next_keys(device), self.known(device) if self.methods else {}
+        self.losses, self.logged, self._leaves = torch.zeros(self.number, device=device), [], []
         found: list[Tensor] = []
         with self._watching(), sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
             for rows, own in groups:
@@ -103,10 +102,9 @@ class StepTrainer(StackedTrainer):
         self, rows: Tensor, batch: Batch, batch_idx: int | None, keys: Tensor, known: Mapping[str, Any]
     ) -> Tensor | None:
         """The losses of clients whose batches have one shape."""
-        clients = self._clients
-        whole = len(rows) == clients.number  # in their order
-        params: dict[str, Tensor] = dict(clients.params)
-        rest = clients.rest
+        whole = len(rows) == self.number  # in their order
+        params: dict[str, Tensor] = dict(self.params)
+        rest = self.rest
         if not whole:
             params = {name: p.detach()[rows].requires_grad_() for name, p in params.items()}
             rest, keys = {name: value[rows] for name, value in rest.items()}, keys[rows]
@@ -124,7 +122,7 @@ class StepTrainer(StackedTrainer):
                 explain(error, self._client_rounds[int(rows[0])])
             raise
         if not whole:  # what the step has written in place
-            stacked = {**clients.params, **clients.rest}
+            stacked = {**self.params, **self.rest}
             for name, value in (*params.items(), *rest.items()):
                 stacked[name].data[rows] = value.detach()
         self.logged.append((self.recorder.lines, values))
@@ -151,18 +149,18 @@ class StepTrainer(StackedTrainer):
                 self._gives = False
                 return key.new_zeros((), dtype=torch.get_default_dtype()), values
             loss = loss.reshape(())
-            if not self._clients.methods:
+            if not self.methods:
                 return loss, values
             why = None if self._called else without_call(self._module)
             x, output = self._called or (None, loss)
             y = batch[1] if is_labelled(batch) else None
-            scale, extra = self._clients.composed(params, rest, known, x, output, y, why=why)
+            scale, extra = self.composed(params, rest, known, x, output, y, why=why)
         return scale * loss + extra, values
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Note what the module is called with, for methods."""
-        if not self._clients.methods:
+        if not self.methods:
             yield
             return
         handle = self._module.register_forward_hook(self._watch)
@@ -177,7 +175,7 @@ class StepTrainer(StackedTrainer):
             self._called = args[0], output
 
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        return self._clients.in_order([gradient for _, gradient in self.of_params(loss)])
+        return self.in_order([gradient for _, gradient in self.of_params(loss)])
 
     def of_params(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
         """The clients' parameters, stacked, each with its gradient."""
@@ -185,26 +183,22 @@ class StepTrainer(StackedTrainer):
         found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
         columns = [[(rows, next(found)) for _ in own] for rows, own in self._leaves]
         gathered = [self._gathered(column) for column in zip(*columns, strict=True)]
-        return list(zip(self._clients.params.values(), gathered, strict=True))
+        return list(zip(self.params.values(), gathered, strict=True))
 
     def _gathered(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
         """The gradients of one parameter, of all clients: 0 for those that have no batch."""
         there = [(rows, gradient) for rows, gradient in parts if gradient is not None]
-        if not there or (len(parts) == 1 and len(parts[0][0]) == self._clients.number):
+        if not there or (len(parts) == 1 and len(parts[0][0]) == self.number):
             return parts[0][1]
         if len(there) < len(parts):
             raise ValueError(
                 "Expected a `training_step` in which the same parameters learn for batches of all shapes, as clients "
                 "train side by side, but some learn for some of them alone. Set `cohort_size=1`."
             )
-        every = there[0][1].new_zeros(self._clients.number, *there[0][1].shape[1:])
+        every = there[0][1].new_zeros(self.number, *there[0][1].shape[1:])
         for rows, gradient in there:
             every[rows] = gradient
         return every
-
-    def _trains(self) -> dict[str, bool]:
-        """The mode of each of the module's parts."""
-        return {name: part.training for name, part in self._module.named_modules()}
 
     def finish(self) -> Trained:
         """The clients' states.
@@ -212,9 +206,7 @@ class StepTrainer(StackedTrainer):
         Raises:
             ValueError: If their steps have left something on the module, where the next client would find it.
         """
-        changed = self._loose.changes()
-        changed += [name for name, mode in self._trains().items() if mode != self._modes.get(name)]
-        if changed:
+        if changed := self._loose.changes():
             raise ValueError(
                 f"Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
                 f"round {self._client_rounds[0].round} it has changed {quoted(changed)}. Set `cohort_size=1`."

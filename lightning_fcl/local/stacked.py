@@ -28,13 +28,14 @@ from lightning_fcl.methods.functional import Embedding, SampleLoss, states_loss,
 from lightning_fcl.methods.random_layers import without_advancing
 
 
-class StackedClients:
-    """Several clients' copies of one module, every entry of shape (clients, ...), and their optimizer.
+class StackedTrainer(ABC):
+    """Trains several clients' copies of one module, every entry of shape (clients, ...): but for what a step is.
 
     Args:
         module: The module; its own parameters are not touched.
         methods: The methods of its Trainer.
         optimizer: The module's optimizer: its class and options are those of the stacked one.
+        clients_at_once: How many clients train side by side.
         seed: Seed of what layers draw, and methods recall.
 
     Attributes:
@@ -44,9 +45,17 @@ class StackedClients:
         finite: Whether each client's every loss was finite.
     """
 
+    stacked = True
+
     def __init__(
-        self, module: L.LightningModule, methods: Sequence[Declaration], optimizer: Optimizer, seed: int
+        self,
+        module: L.LightningModule,
+        methods: Sequence[Declaration],
+        optimizer: Optimizer,
+        clients_at_once: int,
+        seed: int,
     ) -> None:
+        self.clients_at_once = clients_at_once
         self.optimizer: Optimizer | None = None
         self.params: dict[str, nn.Parameter] = {}
         self.rest: State = {}
@@ -62,10 +71,13 @@ class StackedClients:
         self._by_columns = {name for name, value in entries(module).items() if id(value) in weights}
 
     def begin(
-        self, clients: Sequence[ClientRound], states: Sequence[State], memories: Sequence[Sequence[Memory]]
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
     ) -> None:
-        """Begin with some clients, as `LocalTrainer.begin` says."""
-        self.number, self._step = len(states), 0
+        self.number, self._steps = len(states), 0
         received = stack(states)
         self._received = {n: by_columns(v) if n in self._by_columns else v for n, v in received.items()}
         self.params, self.optimizer = self._parameters(len(states))
@@ -110,10 +122,18 @@ class StackedClients:
         each = [[Client(own[i]) for i in used] for own in self._kept] if used else []
         self._recalls = Recalled(self.methods, each, partial(client_keys, self._seed, clients, "recall"))
 
+    @abstractmethod
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
+        """The sum of the clients' losses."""
+
+    @abstractmethod
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        """The clients' gradients of the step whose loss is given, stacked, in the optimizer's order."""
+
     def next_keys(self, device: torch.device) -> Tensor:
         """What each client's random layers draw by in another step, shape (clients,)."""
-        self._step += 1
-        return step_keys(self._keys, self._step - 1).to(device)
+        self._steps += 1
+        return step_keys(self._keys, self._steps - 1).to(device)
 
     def known(self, device: torch.device) -> dict[str, Any]:
         """What the methods know of the clients in another step, with the samples that they recall, stacked."""
@@ -224,59 +244,6 @@ class StackedClients:
         uploads = {name: states[name].detach() for name in self._received if name in states}
         self.optimizer, self.params = None, {}
         return Trained(uploads, self._kept, finite=self.finite)
-
-
-class StackedTrainer(ABC):
-    """Trains several clients' copies of one module, stacked: a `LocalTrainer` but for what a step is.
-
-    Args:
-        module: The module; its own parameters are not touched.
-        methods: The methods of its Trainer.
-        optimizer: The module's optimizer: its class and options are those of the stacked one.
-        clients_at_once: How many clients train side by side.
-        seed: Seed of what layers draw, and methods recall.
-    """
-
-    stacked = True
-
-    def __init__(
-        self,
-        module: L.LightningModule,
-        methods: Sequence[Declaration],
-        optimizer: Optimizer,
-        clients_at_once: int,
-        seed: int,
-    ) -> None:
-        self.clients_at_once = clients_at_once
-        self._module = module
-        self._clients = StackedClients(module, methods, optimizer, seed)
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        return self._clients.optimizer
-
-    def begin(
-        self,
-        clients: Sequence[ClientRound],
-        states: Sequence[State],
-        memories: Sequence[Sequence[Memory]],
-        optimizers: Sequence[Memory],
-    ) -> None:
-        self._clients.begin(clients, states, memories)
-
-    @abstractmethod
-    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        """The sum of the clients' losses."""
-
-    @abstractmethod
-    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """The clients' gradients of the step whose loss is given, stacked, in the optimizer's order."""
-
-    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        return self._clients.optimizer_step(step, active)
-
-    def finish(self) -> Trained:
-        return self._clients.finish()
 
 
 def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:

@@ -21,7 +21,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
-from torchmetrics import Metric
 
 from lightning_fcl.data.batches import Alike, Batch, alike, stacked
 from lightning_fcl.data.client_round import ClientRound
@@ -33,7 +32,7 @@ from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.recorded import METRIC, Line, Measured, Recorder
 from lightning_fcl.local.sequential import client_keys, step_keys
-from lightning_fcl.local.trial import RANDOM, copy_of, generators, held, samples_of_two, unlike
+from lightning_fcl.local.trial import RANDOM, copy_of, generators, samples_of_two, updates
 from lightning_fcl.local.vectorized import StackedPrecision
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.declaration import Declaration
@@ -66,7 +65,7 @@ def why_not_by_step(
     if not isinstance(module.trainer.precision_plugin, StackedPrecision):
         return f"the precision is a `{type(module.trainer.precision_plugin).__name__}`"
     if hooked := _hooked(module):
-        return f"`{hooked}` of `{name}` has hooks, which would see several clients' values at once"
+        return f"`{hooked[0]}` of `{name}` has hooks, which would see several clients' values at once"
     with isolate_rng(), torch.enable_grad(), _apart(module, optimizer):
         try:
             batches = _batches(module, stream)
@@ -132,10 +131,10 @@ class _Trial:
             around.put_back()
 
     def _why_not(self, around: LooseState) -> str | None:
-        loose, begun, groups = LooseState(self._module), self._attributes(), group_values(self._real)
-        counts, drawn, torch_drawn = _updates(self._module), generators(), torch.get_rng_state()
+        loose, groups, counts = LooseState(self._module), group_values(self._real), updates(self._module)
+        drawn, torch_drawn = generators(), torch.get_rng_state()
         alone, buffers = zip(*[self._alone(row) for row in range(len(_CLIENTS))], strict=True)
-        if _updates(self._module) != counts:
+        if updates(self._module) != counts:
             return METRIC
         if groups != group_values(self._real):
             return "its step changes the optimizer; a schedule, or a hook of the epoch, would do so for all clients"
@@ -143,7 +142,7 @@ class _Trial:
             return RANDOM
         if generators() != drawn:
             return "its step draws by NumPy or Python; what draws by torch's dropout draws for each client"
-        if changed := loose.changes() or around.changes() or unlike(self._attributes(), begun):
+        if changed := loose.changes() or around.changes() or _hooked(self._module):
             return _leaves(changed)
         with _counting(self._module.trainer):
             again, _ = self._alone(0)
@@ -153,7 +152,7 @@ class _Trial:
             return f"its step writes {quoted(moved)}, which learns; the optimizer, or a hook of the epoch, can do so"
         for side_by_side in (True, False):
             beside, entries_after = self._beside(side_by_side)
-            if changed := loose.changes() or around.changes() or unlike(self._attributes(), begun):
+            if changed := loose.changes() or around.changes() or _hooked(self._module):
                 return _leaves(changed)
             for row in range(len(_CLIENTS)):
                 for name, value in buffers[row].items():
@@ -163,13 +162,6 @@ class _Trial:
                     if what := one.unlike(other, 1e-5):
                         return f"its step {_UNLIKE[what]} side by side"
         return None
-
-    def _attributes(self) -> dict[str, object]:
-        load_entries(self._module, self._state)
-        learns = {f".{name}.requires_grad": p.requires_grad for name, p in self._module.named_parameters()}
-        modes = {f".{name}.training": part.training for name, part in self._module.named_modules()}
-        kept = {name: value for name, value in held(self._module).items() if not name.endswith(".training")}
-        return {**kept, **learns, **modes}
 
     def _alone(self, row: int) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
         """A client's steps, as they are, and its entries afterwards."""
@@ -303,25 +295,13 @@ def _unfit(methods: Sequence[Declaration], batches: Sequence[Batch]) -> str | No
     return None
 
 
-def _hooked(module: nn.Module) -> str | None:
-    """A part, or a parameter, with hooks."""
-    for name, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-            return name or type(module).__name__
-    found = (name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks)
-    return next(found, None)
-
-
-def _updates(module: nn.Module) -> list[int]:
-    """How often each metric of a module has been updated."""
-    parts = [value for part in module.modules() for value in (part, *vars(part).values())]
-    several = [
-        one
-        for part in parts
-        if isinstance(part, list | tuple | dict)
-        for one in (part.values() if isinstance(part, dict) else part)
-    ]
-    return [part.update_count for part in (*parts, *several) if isinstance(part, Metric)]
+def _hooked(module: nn.Module) -> list[str]:
+    """The parts, and parameters, with hooks."""
+    parts = module.named_modules()
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [name or type(module).__name__ for name, part in parts if any(vars(part)[kind] for kind in kinds)]
+    learning = module.named_parameters()
+    return found + [name for name, p in learning if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
 def _leaves(changed: Sequence[str]) -> str:

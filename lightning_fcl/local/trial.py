@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -16,13 +16,14 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.data_module import overridden_hook
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.optimizers import with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.local.loose_state import LooseState
@@ -117,11 +118,12 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
         try:
             copied = copy_of(module).train()
             copied.log = copied.log_dict = _refuse_log  # type: ignore[method-assign]
-            begun, drawn, loose = held(copied), generators(), LooseState(copied)
+            begun = {name: value.detach().clone() for name, value in entries(copied).items()}
+            drawn, loose, counts = generators(), LooseState(copied), updates(copied)
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
             step = partial(_trial_step, copied, with_parameters(optimizer, twins))
             alone = step([x], [y])
-            if unlike(held(copied), begun) or loose.changes():
+            if loose.changes() or updates(copied) != counts or moved(copied, begun):
                 return "its forward leaves something on the module"
             counted, module.trainer.fit_loop.max_batches = module.trainer.fit_loop.max_batches, 7
             try:  # it may depend on `trainer.num_training_batches`, which is each client's
@@ -131,7 +133,7 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             if not all(map(torch.equal, again, alone)) or generators() != drawn:
                 return "its forward gives something else each time"
             copied(x)
-            if unlike(held(copied), begun):
+            if loose.changes() or updates(copied) != counts or moved(copied, begun):
                 return "its forward changes buffers"
             # As the loader pads: with zeros what is read batch by batch, else with the client's first sample.
             x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.samples.draws else p[:1]]) for p in (x, y))
@@ -174,31 +176,21 @@ def _trial_step(
     return [losses.detach()[:1].nan_to_num(), torch.cat(gradients).nan_to_num()]
 
 
-def held(module: nn.Module) -> dict[str, object]:
-    """What a module's parts hold: tensors as they are now, of containers how much is in them."""
-    parts = [{**vars(part), **part._parameters, **part._buffers} for part in module.modules()]
-    held = {f"{number}.{name}": value for number, own in enumerate(parts) for name, value in own.items()}
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else len(value) if isinstance(value, Sized) else value
-        for name, value in held.items()
-    }
+def moved(module: nn.Module, begun: State) -> list[str]:
+    """Names of a module's entries that are not as they were."""
+    return [name for name, value in entries(module).items() if not torch.equal(value, begun[name])]
 
 
-def unlike(left: Mapping[str, object], right: Mapping[str, object]) -> list[str]:
-    """Names of what a module's parts hold in one of two states, and not, or otherwise, in the other."""
-    return sorted(
-        {
-            name.split(".", 1)[1]
-            for name in left.keys() | right.keys()
-            if name not in left or name not in right or not _equal(left[name], right[name])
-        }
-    )
-
-
-def _equal(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return a is b or (type(a) is int and a == b)
+def updates(module: nn.Module) -> list[int]:
+    """How often each metric of a module has been updated."""
+    parts = [value for part in module.modules() for value in (part, *vars(part).values())]
+    several = [
+        one
+        for part in parts
+        if isinstance(part, list | tuple | dict)
+        for one in (part.values() if isinstance(part, dict) else part)
+    ]
+    return [part.update_count for part in (*parts, *several) if isinstance(part, Metric)]
 
 
 def generators() -> tuple[object, ...]:

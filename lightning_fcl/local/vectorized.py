@@ -130,17 +130,17 @@ class VectorizedTrainer(StackedTrainer):
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
         assert weight is not None  # batches are stacked
         x, y = batch
-        clients, keys = self._clients, _first(len(weight), self._clients.next_keys(x.device))
+        keys = _first(len(weight), self.next_keys(x.device))
         self._known = None
-        if clients.methods or not self._traceable:
+        if self.methods or not self._traceable:
             losses, task_losses = self.losses(x, y, weight, keys)
         else:
-            learning = tuple(clients.params)
-            plain = partial(self._plain_step, learning, tuple(clients.rest))
+            learning = tuple(self.params)
+            plain = partial(self._plain_step, learning, tuple(self.rest))
             step = self._traced.setdefault(learning, TracedStep(plain))
-            known = step(list(clients.params.values()), list(clients.rest.values()), [keys, x, y, weight])
+            known = step(list(self.params.values()), list(self.rest.values()), [keys, x, y, weight])
             losses, task_losses, *self._known = known
-        clients.saw(losses)
+        self.saw(losses)
         samples = (weight > 0).sum(dim=1)
         self._loss.count_loss((task_losses.detach() * samples).sum(), int(samples.sum()))
         return losses.sum()
@@ -149,8 +149,8 @@ class VectorizedTrainer(StackedTrainer):
         known = self._known
         if known is None:
             # Not `loss.backward()`, which copies each gradient that does not lie in memory as its parameter does.
-            known = torch.autograd.grad(loss, list(self._clients.params.values()), allow_unused=True)
-        return self._clients.in_order(known)
+            known = torch.autograd.grad(loss, list(self.params.values()), allow_unused=True)
+        return self.in_order(known)
 
     def _plain_step(
         self,
@@ -189,12 +189,11 @@ class VectorizedTrainer(StackedTrainer):
             keys: What each client's random layers draw by, shape (clients,).
             randomness: What other random layers do: see `torch.func.vmap`.
         """
-        clients = self._clients
-        params, rest = _first(len(weight), dict(clients.params)), _first(len(weight), clients.rest)
-        if not clients.methods:
+        params, rest = _first(len(weight), dict(self.params)), _first(len(weight), self.rest)
+        if not self.methods:
             task = self._task_losses(self._outputs({**params, **rest}, keys, x, randomness), y, weight)
             return task, task
-        known = _first(len(weight), clients.known(weight.device))
+        known = _first(len(weight), self.known(weight.device))
         with sdpa_kernel(SDPBackend.MATH):
             outputs, scale, extra = vmap(self._client_output, randomness=randomness)(
                 params, rest, known, keys, x, y, weight
@@ -221,7 +220,7 @@ class VectorizedTrainer(StackedTrainer):
         """One client's output, the factor of its task loss, and what its methods add."""
         with KeyedRandomness(key):
             output: Tensor = functional_call(self._module, {**params, **rest}, (x,))
-            scale, extra = self._clients.composed(params, rest, known, x, output, y, weight)
+            scale, extra = self.composed(params, rest, known, x, output, y, weight)
         return output, scale, extra
 
 

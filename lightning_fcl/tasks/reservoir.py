@@ -17,7 +17,6 @@ from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
-from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.tasks.ridge_statistics import Numbers, OneHot, ReadoutTargets
@@ -25,6 +24,7 @@ from lightning_fcl.tasks.ridge_task import RidgeTask, RidgeTrainer, Share, with_
 
 if TYPE_CHECKING:
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity
+    from lightning_fcl.simulation.federation import Federation
 
 
 class ReservoirTask(RidgeTask):
@@ -117,7 +117,7 @@ class ReservoirTask(RidgeTask):
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD([self.reservoir.gain, self.reservoir.bias], lr=0.0)
 
-    def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> ReservoirTrainer:
+    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> ReservoirTrainer:
         super().local_trainer(federation, shaping)
         if federation.participation.may_miss:
             raise ValueError(

@@ -340,7 +340,7 @@ class LateMode(Late):
     "keep something in some later step alone, where clients train side by side",
     "the fit ends with its name: set `cohort_size=1`",
 )
-@pytest.mark.parametrize(("make", "what"), [(LateAttribute, "`last`"), (LateMode, "`net.1`")])
+@pytest.mark.parametrize(("make", "what"), [(LateAttribute, "`last`"), (LateMode, "`net.1.training`")])
 def test_a_step_that_leaves_something_later_on_is_told_when_it_has(fit, make, what):
     message = f"Expected a `training_step` that leaves nothing on the module.*round 0 it has changed {what}.*size=1`"
     with pytest.raises(ValueError, match=message):
