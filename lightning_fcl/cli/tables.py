@@ -203,7 +203,6 @@ class Leaderboard(Command):
         from lightning_fcl.evaluation.charts import write_png
         from lightning_fcl.evaluation.leaderboard import board, picture, standing
 
-        """Run each method under each protocol, and write what they came to; cut off, the same command goes on."""
         at_least_one(seeds=options.seeds, workers=options.workers)
         folder, out = paper_folder("leaderboard"), options.out
         content = read_rows(folder)
