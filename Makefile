@@ -51,7 +51,7 @@ test-portable: .venv/ready ## all tests but the slow ones, as on other CPUs, and
 	$(BIN)/tox run
 
 ARGS ?= --processes 2 --write docs/reliability.md
-test-campaign: .venv/ready ## kills, full disks, damaged and evil files; ARGS="--seed 7 --cases kills=10 --minutes 5"
+test-campaign: .venv/ready ## kills, full disks, damaged files, mutated recipes; ARGS="--seed 7 --cases kills=10 --minutes 5"
 	$(BIN)/python tests/reliability/run.py $(ARGS)
 
 lint: .venv/ready

@@ -19,7 +19,7 @@ from lightning_fcl.evaluation.files import inside
 from lightning_fcl.evaluation.results import is_whole
 from lightning_fcl.federation.client_store import ClientStore
 
-NAMES = runpy.run_path(str(Path(__file__).parent / "reliability" / "names.py"))
+NAMES = runpy.run_path(str(Path(__file__).with_name("names.py")))
 EVIL, TEXTS = NAMES["EVIL"], NAMES["TEXTS"]
 WHOLE = hashlib.sha256(b"whole").hexdigest()
 REFUSED = "Expected a plain name of something inside .*Rename it, or do not use what names it"

@@ -148,17 +148,16 @@ def side_by_side(
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             yield from ((futures[future], future.result()) for future in as_completed(futures))
-            if stop.signal:
-                raise Stopped(stop.signal, "the workers have ended.")
     except BrokenProcessPool as error:
-        if stop.signal:
-            raise Stopped(stop.signal, "the workers have ended.") from None
-        raise ChildProcessError(
-            "Expected each worker to end its runs but one was killed, perhaps since memory ran out. The same command "
-            "goes on where the runs were; fewer --workers need less memory."
-        ) from error
+        if not stop.signal:
+            raise ChildProcessError(
+                "Expected each worker to end its runs but one was killed, perhaps since memory ran out. The same "
+                "command goes on where the runs were; fewer --workers need less memory."
+            ) from error
     finally:  # not `with`: its exit would let what is still queued run to its end after an error
         pool.shutdown(cancel_futures=True)
+    if stop.signal:
+        raise Stopped(stop.signal, "the workers have ended.")
 
 
 def _begin_worker() -> None:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_fcl.cli.jobs import Job, at_least_one, begin, finished, run_jobs
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import did_you_mean
@@ -205,7 +203,6 @@ class Leaderboard(Command):
         from lightning_fcl.evaluation.charts import write_png
         from lightning_fcl.evaluation.leaderboard import board, picture, standing
 
-        """Run each method under each protocol, and write what they came to; cut off, the same command goes on."""
         at_least_one(seeds=options.seeds, workers=options.workers)
         folder, out = paper_folder("leaderboard"), options.out
         content = read_rows(folder)
@@ -274,17 +271,11 @@ class Demo(Command):
         from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
 
         out: Path = options.out
-        recipe = recipes_folder() / "quickstart.yaml"
-        finetuning = out / "fine-tuning.yaml"
-        out.mkdir(parents=True, exist_ok=True)
-        content = yaml.safe_load(recipe.read_text())
-        label = content["recipe"]["row"]
-        content["trainer"]["callbacks"] = []
-        content["recipe"]["row"] = "fine-tuning"
-        finetuning.write_text(yaml.safe_dump(content, sort_keys=False))
+        recipe = (recipes_folder() / "quickstart.yaml",)
+        plain = ("--trainer.callbacks", "[]", "--recipe.row", "fine-tuning")
         jobs = [
-            Job("fine-tuning", (finetuning,), 0, out / "fine-tuning"),
-            Job(label, (recipe,), 0, out / "flwf-2t-replay"),
+            Job("fine-tuning", recipe, 0, out / "fine-tuning", plain),
+            Job("quickstart", recipe, 0, out / "flwf-2t-replay"),
         ]
         run_jobs(jobs, workers=1)
         results = runs_by_name([job.out for job in jobs])

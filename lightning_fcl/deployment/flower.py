@@ -74,16 +74,13 @@ def client_app(folder: Path) -> ClientApp:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # else each round says that there is no GPU
 
     def answer(message: Message, context: Context) -> Message:
-        reply: Message = require("flwr.app", *FOR).Message(record_of(answered(message, context)), reply_to=message)
-        return reply
-
-    def answered(message: Message, context: Context) -> Parcel:
         try:
-            client, data, memories = _read_node_config(context)
-            parcel = opened(message.content, int(context.run_config.get("message-bytes", BYTES)))
+            node = Node(read_recipe(folder / RECIPE), *_read_node_config(context))
+            said = node.answer(opened(message.content, int(context.run_config.get("message-bytes", BYTES))))
         except ValueError as error:
-            return Parcel({"refused": str(error)})
-        return Node(read_recipe(folder / RECIPE), client, data, memories).answer(parcel)
+            said = Parcel({"refused": str(error)})
+        reply: Message = require("flwr.app", *FOR).Message(record_of(said), reply_to=message)
+        return reply
 
     app.query()(answer)
     app.train()(answer)

@@ -77,10 +77,7 @@ class Outline:
 
     @classmethod
     def of_plain(cls, values: Mapping[str, Any]) -> Outline:
-        try:
-            return cls(**{name: _tuples(value) for name, value in values.items()})
-        except TypeError as error:
-            raise RefusedError(f"Expected the outline of a stream but got: {error}.") from error
+        return cls(**{name: _tuples(value) for name, value in values.items()})
 
 
 def _tuples(value: Any) -> Any:

@@ -46,10 +46,12 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_message(tiny, tmp_path, cap
 
 @pytest.mark.parametrize("named", ["os.system", "os.popen", "no.such.thing"])
 @pytest.mark.parametrize("command", ["fit", "device-report"])
-def test_a_recipe_cannot_pass_a_command_for_an_optimizer(tiny, tmp_path, error_of, named, command):
+@pytest.mark.parametrize("part", ["an optimizer", "a callback", "data"])
+def test_a_recipe_cannot_pass_a_command_for_a_part(tiny, tmp_path, error_of, named, command, part):
     path, marker = tmp_path / "evil.yaml", tmp_path / "marker"
-    optimizer = {"class_path": named, "init_args": {"command": f"touch {marker}"}}
-    path.write_text(yaml.safe_dump({"model": {"init_args": {"optimizer": optimizer}}}))
+    evil = {"class_path": named, "init_args": {"command": f"touch {marker}"}}
+    parts = {"an optimizer": {"model": {"init_args": {"optimizer": evil}}}, "data": {"data": {"data": evil}}}
+    path.write_text(yaml.safe_dump(parts.get(part, {"trainer": {"callbacks": [evil]}})))
     words = [*tiny, "--config", str(path)]
     error = error_of([command, *(words if command == "fit" else words[1::2])])
     assert named in error and not marker.exists()

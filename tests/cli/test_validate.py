@@ -1,4 +1,7 @@
-"""`lightning-fcl validate` says whatever `fit` would refuse, in the same words, and trains nothing."""
+"""`lightning-fcl validate` says whatever `fit` would refuse, in the same words, and trains nothing.
+
+What a fit refuses stands in the tests of what refuses it: here is some of each place that does.
+"""
 
 import textwrap
 
@@ -10,8 +13,8 @@ OWN = """
 import lightning.pytorch as L
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import Dataset, IterableDataset
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import Dataset
 
 from lightning_fcl import Classifier
 from lightning_fcl.models import MLP
@@ -23,29 +26,10 @@ class Own(Classifier):
 
 
 class Plateau(Own):
-    def __init__(self, interval: str = "epoch", monitor: str = "val/loss"):
-        super().__init__()
-        self.when = {"monitor": monitor, "interval": interval}
-
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), **self.when}}
-
-
-class Lazy(Own):
-    def __init__(self):
-        super().__init__()
-        self.model = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
-
-
-class Extra(Own):
-    def get_extra_state(self):
-        return 1
-
-
-class Copies(Own):
-    def state_dict(self, *args, **kwargs):
-        return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+        schedule = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val/loss"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
 class Infinite(Own):
@@ -54,22 +38,13 @@ class Infinite(Own):
         nn.init.constant_(self.model[1].weight, float("inf"))
 
 
-class Iterates(Own):
-    def training_step(self, dataloader_iter):
-        return self.model(next(dataloader_iter)[0]).sum()
-
-
 class ByHand(Own):
-    def __init__(self, interval: str = "epoch"):
+    def __init__(self):
         super().__init__()
-        self.automatic_optimization, self.interval = False, interval
+        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         pass
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "interval": self.interval}]
 
 
 class Items(Dataset):
@@ -81,11 +56,6 @@ class Items(Dataset):
 
     def __getitem__(self, number):
         return torch.zeros(1, 8, 8), int(self.y[number])
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield torch.zeros(1, 8, 8), 1
 
 
 class Starts(L.Callback):
@@ -106,7 +76,6 @@ data:
   batch_size: 128
 trainer: {max_epochs: 2, enable_progress_bar: false, strategy: {init_args: {local_epochs: 1}}}
 """
-LBFGS = "{class_path: Classifier, init_args: {optimizer: {class_path: torch.optim.LBFGS}}}"
 DEADLINE = (
     "{class_path: lightning_fcl.federation.schedule.Deadline, init_args: {seconds: 30, "
     "speeds: {class_path: lightning_fcl.federation.speeds.Speeds, init_args: {seconds_per_sample: 0.01}}}}"
@@ -121,19 +90,15 @@ def callback(path, arguments=""):
     return f"trainer: {{callbacks: [{{class_path: {path}, init_args: {{{arguments}}}}}]}}"
 
 
-def model(path, arguments="", settings=""):
-    return f"trainer: {{callbacks: [], {settings}}}\nmodel: {{class_path: {path}, init_args: {{{arguments}}}}}"
+def model(path, settings=""):
+    return f"trainer: {{callbacks: [], {settings}}}\nmodel: {{class_path: {path}}}"
 
 
 REFUSED = [
     (trainer("max_steps: 5"), "Expected `max_steps=-1` and `min_steps=None` but got 5 and None"),
-    (trainer("min_steps: 5"), "Expected `max_steps=-1` and `min_steps=None` but got -1 and 5"),
-    (trainer("val_check_interval: 1"), "but got 1 and 1: within a round"),
     (trainer("val_check_interval: '00:00:00:01'"), "but got a time and 1: within a round"),
     (trainer("check_val_every_n_epoch: null"), "but got 1.0 and None: within a round"),
-    (trainer("check_val_every_n_epoch: 0"), "Expected `check_val_every_n_epoch` to be at least 1 but got 0"),
     (trainer("accumulate_grad_batches: 0"), "Expected `accumulate_grad_batches` to be at least 1 but got 0"),
-    (trainer("max_epochs: 99"), "at most the stream's 2 rounds but got 99"),
     (trainer("max_epochs: 0"), "Expected the fit to train for at least one round but `max_epochs=0`"),
     (trainer("max_time: '00:00:00:00'"), "Expected the fit to train for at least one round"),
     (trainer("limit_train_batches: 0"), "Expected the fit to train for at least one round"),
@@ -142,10 +107,6 @@ REFUSED = [
     (
         trainer(f"callbacks: [], limit_train_batches: 1, strategy: {{init_args: {{schedule: {DEADLINE}}}}}"),
         "Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got 1",
-    ),
-    (
-        trainer("callbacks: [], strategy: {init_args: {cohort_size: 4, keep_optimizer: true}}"),
-        'Expected `cohort_size=1` or "auto" but got 4: each client keeps its optimizer',
     ),
     (callback("BatchSizeFinder"), "Expected no `BatchSizeFinder` among"),
     (callback("LearningRateFinder"), "Expected no `LearningRateFinder` among"),
@@ -163,7 +124,6 @@ REFUSED = [
         trainer("logger: false, callbacks: [{class_path: LearningRateMonitor}]"),
         "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger",
     ),
-    (callback("lightning_fcl.callbacks.ContinualMetrics", "clients: [x]"), "Expected `clients` of the stream's"),
     (callback("lightning_fcl.callbacks.ActivationDensity"), "whose `reservoir` is an `EchoStateNetwork`"),
     (callback("lightning_fcl.callbacks.BaseSession"), "Expected the task's `model` to have a `backbone` and a `head`"),
     (callback("lightning_fcl.callbacks.Pretrain"), "Expected a scenario with samples for pre-training"),
@@ -171,30 +131,11 @@ REFUSED = [
     (callback("own_parts.Starts"), "Expected a callback's own refusal when training starts"),
     ("recipe: {measure_on: validation}", "Expected the stream's `validation` to be above 0 but got no validation"),
     ("ckpt_path: nothing.ckpt", "Expected a checkpoint at nothing.ckpt but there is none"),
-    ("data: {data: {class_path: own_parts.Endless}}", "Expected a map-style data set for `data` but got a Endless."),
-    ("model: {init_args: {num_classes: 11}}", "one output for each of `num_classes`=11 but got 10"),
     (model("own_parts.Plateau"), "Expected validation samples for `ReduceLROnPlateau`, which monitors `val/loss`"),
-    (
-        model("own_parts.Plateau", "interval: step, monitor: train/loss"),
-        'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step"',
-    ),
-    (model("own_parts.Lazy"), "Expected a module whose layers are made but `model.1.weight`"),
-    (model("own_parts.Extra"), "Expected a state of tensors but `_extra_state` is extra state"),
-    (model("own_parts.Copies"), "Expected `state_dict(keep_vars=True)` not to hold"),
     (model("own_parts.Infinite"), "Expected a server state of finite numbers but `model.1.weight` is not finite"),
-    (model("own_parts.Iterates"), "Expected a `training_step` of a batch but it takes the `dataloader_iter`"),
-    (model("own_parts.ByHand", "interval: step"), "for a module that optimises by hand but got"),
     (
         model("own_parts.ByHand", settings="gradient_clip_val: 2"),
         "Lightning refuses the recipe or command line: Automatic gradient clipping is not supported",
-    ),
-    (
-        f"trainer: {{accumulate_grad_batches: 2}}\nmodel: {LBFGS}",
-        "Expected `accumulate_grad_batches=1` for `LBFGS` but got 2",
-    ),
-    (
-        f"trainer: {{callbacks: [], strategy: {{init_args: {{keep_optimizer: true}}}}}}\nmodel: {LBFGS}",
-        "Expected `keep_optimizer=False` for `LBFGS`",
     ),
     (
         trainer("accumulate_grad_batches: 2, callbacks: [{class_path: lightning_fcl.callbacks.APFL}]"),

@@ -26,16 +26,7 @@ from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.running.rows import recipes_folder
 
 ROOT = Path(__file__).parents[2]
-KINDS = (
-    "fine",
-    "raw traceback",
-    "silent difference",
-    "hang",
-    "orphan",
-    "left-over",
-    "something called",
-    "wrong ending",
-)
+KINDS = ("fine", "raw traceback", "silent difference", "hang", "orphan", "left-over", "wrong ending")
 PATIENCE = 300  # seconds after which a process hangs
 CALL = 120  # and a command within this one
 MARK = "LIGHTNING_FCL_RELIABILITY"  # in the environment of every process that a case starts

@@ -1,21 +1,16 @@
-"""Cases of damage: a byte changes in a checkpoint, a finished search or data; a run's folder is copied about."""
+"""Cases of damage: a byte changes in a checkpoint or a finished search; a run's folder is copied about."""
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import yaml
 from campaign import Campaign, Outcome, call, comes_to, same, small_recipe
 
 from lightning_fcl.running.rows import config_words
-from recipes import changed_recipe
-
-WINDOWS = ["fit", "--config", "windows.yaml", "--out", "out"]
 
 
 def change_byte(path: Path, rng: random.Random) -> str:
@@ -109,41 +104,3 @@ def _search(place: Path) -> None:
     content = {"configs": recipes, "objective": "final_accuracy/server", "sampler": "grid", "space": lr}
     (place / "search.yaml").write_text(yaml.safe_dump(content))
     _run(["tune", "search.yaml", "--workers", "1", "--out", "out"], place)
-
-
-def data_file(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
-    """A recipe's data are cut off, change in a bit or claim to be huge: refused by name, or as they were."""
-    whole = campaign.once("data", _trained)
-    shutil.copytree(whole, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("out"))
-    path = folder / "windows.npz"
-    content = bytearray(path.read_bytes())
-    place, kind = rng.randrange(len(content)), rng.choice(["cut off", "a bit", "a bit", "huge"])
-    if kind == "cut off":
-        content = content[:place]
-    elif kind == "a bit":
-        content[place] ^= 1 << rng.randrange(8)
-    else:  # the size unpacked that the directory tells, of one of its entries
-        entries = [found.start() for found in re.finditer(b"PK\x01\x02", content)]
-        start = rng.choice(entries) + 24
-        content[start : start + 4] = rng.randrange(2**31, 2**32 - 1).to_bytes(4, "little")
-    path.write_bytes(content)
-    what = f"{kind}, byte {place} of {path.stat().st_size}"
-    said = call(WINDOWS, folder)
-    if problem := said.wrong(what):
-        return problem
-    if said.code == 2:
-        return Outcome("fine" if path.name in said.text else "wrong ending", what, said.text)
-    return same(comes_to(whole), comes_to(folder), what)
-
-
-def _trained(place: Path) -> None:
-    rng = np.random.default_rng(0)
-    y = np.arange(48) % 6
-    x = rng.normal(size=(48, 3, 128)).astype(np.float32) + y[:, None, None]
-    np.savez_compressed(place / "windows.npz", X=x, y=y, user=np.arange(48) // 6)
-    recipe = changed_recipe([])
-    recipe["model"]["init_args"] |= {"num_classes": 6}
-    recipe["model"]["init_args"]["model"]["init_args"]["sizes"] = [384, 8, 6]
-    recipe["data"]["data"] = {"class_path": "PublicData", "init_args": {"name": "hhar", "root": "."}}
-    (place / "windows.yaml").write_text(yaml.safe_dump(recipe))
-    _run(WINDOWS, place)

@@ -15,7 +15,7 @@ from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, write_list
 from lightning_fcl.zoo.registry import REGISTRY, collect, find, package_folder, register
 
 NAME = "mlp.digits.flwf2t_replay"
-NAMES = runpy.run_path(str(Path(__file__).parents[1] / "reliability" / "names.py"))
+NAMES = runpy.run_path(str(Path(__file__).parents[1] / "names.py"))
 DOORS, evil = NAMES["DOORS"], NAMES["evil_zoo"]
 
 

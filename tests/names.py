@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import random
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -108,26 +107,3 @@ def evil_zoo(zoo: Path, door: str, value: str) -> None:
 def _agree(listing: Path, name: str, file: Path) -> None:
     text = listing.read_text(encoding="utf-8")
     listing.write_text(text.replace(_digest(text, name), hashed(file.read_bytes())), encoding="utf-8")
-
-
-def mixed(rng: random.Random) -> str:
-    """A name of parts, most of which lead elsewhere: but where it was written to, no further than a case's folder."""
-    parts = (
-        "..",
-        ".",
-        "/",
-        "\\",
-        "a",
-        "x.png",
-        "..",
-        "/",
-        "~",
-        "C:",
-        "\0",
-        "\uff0e\uff0e",
-        "%2e%2e",
-        " ",
-        "e\u0301",
-        "nul",
-    )
-    return "".join(rng.choices(parts, k=rng.randrange(1, 6))).lstrip("/")
