@@ -29,15 +29,9 @@ class Message:
         return cls(dict(record.config_records["head"]), dict(record.array_records["arrays"]))
 
     def record(self):
-        """As it comes over Flower."""
+        """As Flower sends it."""
         own = {"head": ConfigRecord(self.head), "arrays": ArrayRecord(self.arrays)}
-        return received(RecordDict({n: value for n, value in {**own, **self.others}.items() if value is not None}))
-
-
-def received(sent):
-    """What Flower makes of a record's bytes on the other side."""
-    parts = {part.object_id: received(part) for part in (sent.children or {}).values()}
-    return type(sent).inflate(sent.deflate(), parts)
+        return RecordDict({name: value for name, value in {**own, **self.others}.items() if value is not None})
 
 
 def saying(**words):
@@ -184,6 +178,7 @@ HELLOS = {
     "a name that is a number": (saying(client=7), "Expected the name of a client"),
     "a name longer than a file's": (saying(client="x" * 300), "Expected the name of a client"),
     "a name of 100 letters that are long for a file": (saying(client="\u4e2d" * 100), "Expected the name of a client"),
+    "half a letter": (saying(client="\ud800"), "Expected the name of a client"),
     "a name that is not printed": (saying(client="1\x1b[2J"), "Expected the name of a client"),
     "a name that may be taken for another": (saying(client="\uff11"), "Expected the name of a client.*NFKC"),
     "a name that is there": (saying(client="0"), "Expected one node for each client but got two for 0"),

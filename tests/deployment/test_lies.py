@@ -159,7 +159,7 @@ def test_how_much_a_client_counts_and_moves_is_limited_by_the_run(prepared, wire
         prepared.serve(wire(nodes), clients_at_least=3, largest_update=0.001)
 
 
-ODD = [True, -1, 0, 2**31, 2**63 - 1, 1e308, "", "..", b"\xff", [], [1, 2], "x" * 300, float("nan")]
+ODD = [True, -1, 0, 2**31, 2**63 - 1, 1e308, "", "..", "\ud800", b"\xff", [], [1, 2], "x" * 300, float("nan")]
 FORMS = [{"dtype": "torch.float16"}, {"dtype": "torch.bool"}, {"dtype": ".."}, {"shape": ()}, {"shape": (0, -1)}]
 
 

@@ -1,5 +1,6 @@
 """What a server and its nodes refuse, by name."""
 
+import os
 import re
 from dataclasses import replace
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_fcl import __version__
 from lightning_fcl.deployment.messages import Parcel, RefusedError, opened, record_of
 from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.outline import fingerprint
 from lightning_fcl.deployment.own_data import read_data
 
 
@@ -77,6 +80,19 @@ def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed
     found, claims = round["dropped"], round["claims"]
     assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
     assert found.keys() == {"1"} and "there is no file" in found["1"] and "nowhere.npz" in found["1"]
+
+
+@pytest.mark.seconds
+def test_a_node_that_is_asked_again_who_it_is_does_not_read_its_data_again(deployed):
+    node, path = deployed.node("1"), deployed.folder / "data" / "1.npz"
+    hello = Parcel({"kind": "hello", "version": __version__, "recipe": fingerprint(deployed.recipe), "federation": "f"})
+    told, samples = path.stat(), len(np.load(path)["y"])
+    assert node.answer(hello).head["samples"] == samples
+    path.write_bytes(bytes(told.st_size))
+    os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
+    assert deployed.node("1").answer(hello).head["samples"] == samples  # nor in another process
+    path.write_bytes(b"")
+    assert "1.npz" in node.answer(hello).head["refused"]
 
 
 def test_data_that_do_not_fit_are_refused(tmp_path):

@@ -1,0 +1,86 @@
+"""SuperNodes that lie, over a real SuperLink: each kind of lie once, and the honest clients' model to the bit."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from . import lies
+from .lies import KINDS
+from .recipes import classes
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+LIARS = ["1", "3", "4", "5", "6"]
+
+ROUNDS = -(-len(KINDS) // len(LIARS))
+
+CLIENT = f'''"""A node that lies, if its client is one that does: in each round by another kind of lie."""
+
+import sys
+from pathlib import Path
+
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+
+sys.path.append(str(Path(__file__).parent))
+
+from lightning_fcl.deployment.answers import BOUND
+from lightning_fcl.deployment.flower import client_app
+from lightning_fcl.deployment.messages import Parcel, opened
+
+import lies
+
+honest = client_app(Path(__file__).parent)
+app = ClientApp()
+
+
+@app.query()
+def greet(message, context):
+    return honest(message, context)
+
+
+@app.train()
+def train(message, context):
+    client = context.node_config["client"]
+    if client not in {LIARS}:
+        return honest(message, context)
+    sent = opened(message.content)
+    said = dict((name, sent.head[name]) for name in BOUND)
+    said.update(client=client, samples=9, rehearsed=0, diverged=False)
+    state = dict((name.removeprefix("model/"), value + 0.01) for name, value in sent.state.items())
+    change, _ = list(lies.KINDS.values())[(said["round"] * {len(LIARS)} + {LIARS}.index(client)) % {len(KINDS)}]
+    return Message(change(lies.Message.of(Parcel(said, state))).record(), reply_to=message)
+'''
+
+MANY_ROUNDS = {
+    "trainer": {"max_epochs": ROUNDS},
+    "data": {
+        "scenario": classes(experiences=1, rounds_per_experience=ROUNDS),
+        "partition": {"class_path": "IID", "init_args": {"clients": 7}},
+    },
+}
+
+
+def test_each_kind_of_lie_over_a_superlink_is_named_and_changes_nothing(rehearsal, wire, machines):
+    one, at = rehearsal(MANY_ROUNDS), machines()
+    one.simulate("--trainer.max_epochs", "1")
+    honest = one.serve(wire([one.node("0"), one.node("2")]), clients_at_least=2)
+    (one.folder / "deployed").rename(one.folder / "honest")
+    app = one.app()
+    (app / "client_app.py").write_text(CLIENT)
+    shutil.copy(Path(lies.__file__), app)
+    at.hasten(10)
+    at.link()
+    for client in one.clients:
+        at.node(client, one.config(client))
+    at.run(app, **one.settings(), clients_at_least=2)
+    at.wait_for(one.ended, seconds=900)
+    assert one.holds(honest.model)
+    rounds = one.rounds()
+    assert len(rounds) == ROUNDS
+    for number, (kind, (_, message)) in enumerate(KINDS.items()):
+        dropped = rounds[number // len(LIARS)]["dropped"]
+        client = LIARS[number % len(LIARS)]
+        assert re.search(message.replace("client 1 ", f"client {client} "), dropped[client]), (kind, dropped)
