@@ -83,10 +83,6 @@ class Device:
         """Time of so many MACs, in s."""
         return int8_macs / self.int8_rate + fp32_macs / self.fp32_rate
 
-    def millijoules(self, seconds: float) -> float:
-        """Energy of so many seconds of learning, in mJ: power x time."""
-        return self.power_mw * seconds
-
 
 @dataclass(frozen=True)
 class Medium:
@@ -308,5 +304,5 @@ def _costs(
             "federated_epoch_ad_hoc_s": local_epochs * epoch + ad_hoc,
             "local_epochs_in_federated_epoch": int((local_epochs * epoch + sync) / epoch) if epoch else None,
         },
-        "energy_mj": device.millijoules(epoch),
+        "energy_mj": device.power_mw * epoch,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -179,11 +178,8 @@ class EchoStateNetwork(Described):
         x = self.checked(x)
         gain = self.gain.detach() if gain is None else gain
         bias = self.bias.detach() if bias is None else bias
-        layers = []
-        for layer in range(self.layers):
-            part, state = self._part(layer), x.new_zeros(len(x), self.units)
-            own = (gain[..., part], bias[..., part], self.recurrent_bias[part])
-            layers.append(PlasticityOfLayer(*self.weights(layer), *own, self.leaking_rate, state, mu, sigma))
+        state = x.new_zeros(len(x), self.units)
+        layers = [_LayerPlasticity(self, layer, state, gain, bias, mu, sigma**2) for layer in range(self.layers)]
         for start in range(0, x.shape[1], BLOCK):
             drive = x[:, start : start + BLOCK].transpose(0, 1)
             for plasticity in layers:
@@ -243,28 +239,19 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
     return torch.zeros(rows, columns).scatter_(1, chosen, 1.0)
 
 
-@dataclass
-class PlasticityOfLayer:
-    """The sums over time of one layer's descent directions: each step is worked off while it is in the cache.
+class _LayerPlasticity:
+    """The sums over time of one layer's descent directions: each step is worked off while it is in the cache."""
 
-    See `lightning_fcl.models.EchoStateNetwork.plasticity` for the formula.
-    """
-
-    drive: Tensor
-    recurrent: Tensor
-    gain: Tensor
-    bias: Tensor
-    constant: Tensor
-    leak: float
-    state: Tensor
-    mu: float
-    sigma: float
-
-    def __post_init__(self) -> None:
-        self.drive, self.recurrent, self.variance = self.drive.t(), self.recurrent.t(), self.sigma**2
+    def __init__(
+        self, net: EchoStateNetwork, layer: int, state: Tensor, gain: Tensor, bias: Tensor, mu: float, variance: float
+    ) -> None:
+        part = net._part(layer)
+        self.drive, self.recurrent = (weights.t() for weights in net.weights(layer))
+        self.gain, self.bias, self.constant = gain[..., part], bias[..., part], net.recurrent_bias[part]
+        self.leak, self.state, self.mu, self.variance = net.leaking_rate, state, mu, variance
         self.steps = 0
         # Sums of -s2 db and -s2 net db.
-        self.shift, self.product = torch.zeros_like(self.state), torch.zeros_like(self.state)
+        self.shift, self.product = torch.zeros_like(state), torch.zeros_like(state)
 
     def run(self, u: Tensor, skip: int) -> Tensor:
         """Add a block of inputs (steps, batch, inputs), but for the first ``skip`` steps; the layer's states."""
