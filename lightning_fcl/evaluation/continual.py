@@ -55,8 +55,7 @@ def personal_values(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatA
 def value_matrix(on: ValuesOf, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]) -> FloatArray:
     """a[t, d]: what a model came to on task d after learning task t, shape (T, T); NaN for tasks without a round.
 
-    The mean over the rounds of task t, as Usmanova et al. 2021 have it, or its last round, as is usual in continual
-    learning. The entries above the diagonal tell how well a task is solved before it has been learnt.
+    The entries above the diagonal tell how well a task is solved before it has been learnt.
     """
     on_task = np.stack([on(groups) for groups in tasks], axis=1)
     numbers = np.asarray(experience, dtype=np.int64)
@@ -68,11 +67,7 @@ def value_matrix(on: ValuesOf, experience: ArrayLike, tasks: Tasks, rounds: Lite
 
 
 def stream_values(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
-    """What a model came to on the test samples of experiences 0..i after the last round of experience i, shape (T,).
-
-    A group that several experiences share counts once. The stream accuracy of De Caro et al. 2023, "Decentralized
-    plasticity in reservoir dynamical networks for pervasive environments", table 2.
-    """
+    """What a model came to on the test samples of experiences 0..i after the last round of experience i, shape (T,)."""
     numbers = np.asarray(experience, dtype=np.int64)
     result = np.full(len(tasks), np.nan)
     for i in np.unique(numbers):

@@ -20,7 +20,7 @@ from lightning_fcl.evaluation.metrics import curves, quantity, sign
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
-_WAYS = ("upload_bytes", "download_bytes")
+WAYS = ("upload_bytes", "download_bytes")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def volumes(record: Mapping[str, Any]) -> FloatArray:
         array([[ 80.],
                [100.]])
     """
-    sums = [[sum(entry.get(way, {}).values()) for entry in record["rounds"]] for way in _WAYS]
+    sums = [[sum(entry.get(way, {}).values()) for entry in record["rounds"]] for way in WAYS]
     return np.asarray(sums, dtype=np.float64)
 
 
@@ -144,7 +144,7 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
         raise ValueError(f"Expected `bandwidth` to be a positive number of bytes per second but got {bandwidth}.")
     slowest = []
     for entry in record["rounds"]:
-        up, down = (entry.get(way, {}) for way in _WAYS)
+        up, down = (entry.get(way, {}) for way in WAYS)
         slowest.append(max((up.get(client, 0) + down.get(client, 0) for client in {*up, *down}), default=0))
     return float((np.asarray(slowest, dtype=np.float64) / bandwidth).sum())
 

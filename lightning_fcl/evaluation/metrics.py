@@ -5,9 +5,6 @@ got right after each round: ``groups``, ``totals`` (test samples of each group),
 each task) and ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of the clients.
 Where a task is measured by other quantities than accuracy, ``measures`` tells their names and which way is better, and
 the rounds tell what each came to, under ``values``.
-
-``matrix``, shape (T, T), is one of `matrices`: accuracy on task d (column) after learning task t (row); its NaN entries
-are left out. ``t`` is the number of tasks learnt.
 """
 
 import itertools

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import append, inside, read_json, read_sums, sha256, write_sums, write_whole
-from lightning_fcl.evaluation.headline import simulated_times
+from lightning_fcl.evaluation.headline import WAYS, simulated_times
 from lightning_fcl.evaluation.metrics import curves, models_tested
 
 __all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]
@@ -30,7 +30,6 @@ CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
 
 _RECORD, _SEAL = "record.jsonl", "files.txt"
 _WRITTEN = (LAST, _RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
-_WAYS = ("upload_bytes", "download_bytes")
 
 
 class RecordFile:
@@ -189,11 +188,11 @@ def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
     times = simulated_times(record).tolist()
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["round", "model", *columns, *_WAYS, *(["simulated_time"] if times else [])])
+    writer.writerow(["round", "model", *columns, *WAYS, *(["simulated_time"] if times else [])])
     for number, entry in enumerate(record["rounds"]):
-        for model in dict.fromkeys([*models_tested(entry), *entry[_WAYS[0]], *entry[_WAYS[1]]]):
+        for model in dict.fromkeys([*models_tested(entry), *entry[WAYS[0]], *entry[WAYS[1]]]):
             cells = tested.get((entry["round"], model), [nan] * len(columns))
             plain = ["" if isnan(cell) else cell for cell in cells]
-            traffic = [entry[way].get(model, "") for way in _WAYS]
+            traffic = [entry[way].get(model, "") for way in WAYS]
             writer.writerow([entry["round"], model, *plain, *traffic, *times[number : number + 1]])
     return write_whole(path, text.getvalue())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -136,18 +137,15 @@ class LevitBody(nn.Module):
         return normed.view_as(tokens).mean(dim=1)
 
 
-def _cvt(image_size: int, channels: int, options: dict[str, Any]) -> Body:
-    if image_size < LARGE:
-        options = {"kernels": (3, 3, 3), "strides": (2, 2, 2), **options}
-    body = CvTBody(image_size, channels, **_checked(CvTBody, options))
+def _hierarchical(
+    kind: type[CvTBody | T2TBody], small: dict[str, Any], image_size: int, channels: int, options: dict[str, Any]
+) -> Body:
+    body = kind(image_size, channels, **_checked(kind, {**_choose(image_size, small, {}), **options}))
     return body, body.features
 
 
-def _t2t(image_size: int, channels: int, options: dict[str, Any]) -> Body:
-    if image_size < LARGE:
-        options = {"splits": ((3, 2), (3, 2), (3, 1)), **options}
-    body = T2TBody(image_size, channels, **_checked(T2TBody, options))
-    return body, body.features
+_cvt = partial(_hierarchical, CvTBody, {"kernels": (3, 3, 3), "strides": (2, 2, 2)})
+_t2t = partial(_hierarchical, T2TBody, {"splits": ((3, 2), (3, 2), (3, 1))})
 
 
 def _timm(path: str) -> Any:

@@ -312,20 +312,6 @@ def test_a_run_without_rounds_and_a_stopped_one_say_so(tmp_path):
     assert not is_whole(tmp_path)
 
 
-@pytest.mark.seconds
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    write_files(save(tmp_path, results()))
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-    def full_disk(results, recipe):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("lightning_fcl.evaluation.run_page.run_page", full_disk)
-    with pytest.raises(OSError, match="disk full"):
-        write_files(tmp_path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
 def test_runs_side_by_side(tmp_path):
     for label, seeds in {"one": 3, "two": 2}.items():
         for seed in range(seeds):

@@ -68,17 +68,6 @@ def test_pieces_are_the_whole(monkeypatch, symmetric):
     assert int(whole.n) == 200
 
 
-def test_symmetric_is_half_of_square():
-    data = samples()
-    full, half = fitted(data), fitted(data, symmetric=True)
-    assert half.B.shape == (36,)
-    torch.testing.assert_close(square(half.B, 8), full.B, rtol=0, atol=1e-12)
-    assert half.B.tolist() == pytest.approx([full.B[i, j].item() for i in range(8) for j in range(i, 8)], abs=1e-12)
-    full.solve()
-    half.solve()
-    torch.testing.assert_close(half.weight, full.weight, rtol=0, atol=1e-12)
-
-
 def test_statistics_are_of_double_precision_sums():
     """Sums of single-precision products would be off by a thousand times more."""
     states, targets = samples(20000, 4)
