@@ -12,12 +12,10 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import Speaks
+from lightning_fcl.federation.protocol import RunsFederation, Speaks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-    from lightning_fcl.simulation.federation import Federation
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class LocalTrainer(Protocol):
 class BringsLocalTrainer(Speaks, Protocol):
     """A module whose clients train in a way of their own."""
 
-    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> LocalTrainer:
+    def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> LocalTrainer:
         """The trainer of this module's clients.
 
         Args:

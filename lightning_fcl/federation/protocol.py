@@ -7,8 +7,8 @@ of `Speaks` count if it says so. How clients train is in `lightning_fcl.federati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,12 +17,66 @@ from lightning_fcl.federation.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
+    from torch.optim import Optimizer
     from torchmetrics import Metric
 
-    from lightning_fcl.simulation.federation import Federation
+    from lightning_fcl.data.stream import FederatedStream
+    from lightning_fcl.federation.aggregation import Rules, State
+    from lightning_fcl.federation.schedule import Participation
+    from lightning_fcl.federation.server import FederatedServer
 
 
-def federation_of(trainer: L.Trainer) -> Federation | None:
+class StrategySettings(Protocol):
+    """Arguments of `lightning_fcl.FederatedStrategy`, and the processes that it runs in."""
+
+    rules: Rules
+    local_epochs: int
+    cohort_size: int | Literal["auto"]
+    keep_optimizer: bool
+    ranks: Ranks
+
+
+class RoundAtHand(Protocol):
+    """A round, and the client that trains in it now; None where several do side by side."""
+
+    number: int
+
+    @property
+    def client_round(self) -> ClientRound | None: ...
+    @property
+    def local_epoch(self) -> int: ...
+    @property
+    def last_batch(self) -> bool: ...
+
+
+class RunsFederation(Protocol):
+    """What methods, tasks and callbacks know of a fit: see `lightning_fcl.simulation.federation.Federation`."""
+
+    server: FederatedServer
+    participation: Participation
+    optimizers: list[Optimizer]
+    shows_client: bool
+
+    @property
+    def strategy(self) -> StrategySettings: ...
+    @property
+    def module(self) -> L.LightningModule: ...
+    @property
+    def stream(self) -> FederatedStream: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def round(self) -> RoundAtHand: ...
+    @property
+    def batches(self) -> int: ...
+    @property
+    def scheduled(self) -> bool: ...
+    def hosts(self, client: str) -> bool: ...
+    def client_rounds(self, round: int) -> Sequence[ClientRound]: ...
+    def client_state(self, client: str, server: State | None = None) -> State: ...
+
+
+def federation_of(trainer: L.Trainer) -> RunsFederation | None:
     """The federation that a Trainer runs; None for a plain Trainer.
 
     Example:
@@ -30,11 +84,11 @@ def federation_of(trainer: L.Trainer) -> Federation | None:
         >>> federation_of(L.Trainer(barebones=True, accelerator="cpu")) is None
         True
     """
-    federation: Federation | None = getattr(trainer.strategy, "federation", None)
+    federation: RunsFederation | None = getattr(trainer.strategy, "federation", None)
     return federation
 
 
-def need_federation(trainer: L.Trainer, name: str, why: str) -> Federation:
+def need_federation(trainer: L.Trainer, name: str, why: str) -> RunsFederation:
     """The federation that a Trainer runs, for a callback that needs one.
 
     Args:

@@ -15,11 +15,9 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.methods.functional import LossOf, OutputOf
 from lightning_fcl.randomness import seed_of
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 class Client:
@@ -54,7 +52,7 @@ class Client:
         server: State | None = None,
         part: ClientRound | None = None,
         module: L.LightningModule | None = None,
-        federation: Federation | None = None,
+        federation: RunsFederation | None = None,
         active: bool = True,
         section: str = "",
         generator: torch.Generator | None = None,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import torch
@@ -21,7 +21,7 @@ from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, declare, entries
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
@@ -38,9 +38,6 @@ from lightning_fcl.methods.functional import (
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.trial import first_rows, why_no_logits, why_not_logits
 from lightning_fcl.randomness import keys_of
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +79,7 @@ class MethodDriver(Callback):
     def __init__(self, methods: Sequence[Declaration]) -> None:
         self.methods = list(methods)
         self.finite = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
-        self._federation: Federation | None = None
+        self._federation: RunsFederation | None = None
         self._freezer = Freezer()
         self._rule = ExitStack()
         self._seen: list[tuple[Any, Tensor]] = []  # the batches of a plain Trainer's epoch
@@ -298,7 +295,7 @@ class MethodDriver(Callback):
         return ClientRound("local", trainer.current_epoch, method.fits, labels, last_round=last, samples=len(labels))
 
 
-def _side_by_side(federation: Federation | None) -> bool:
+def _side_by_side(federation: RunsFederation | None) -> bool:
     """Whether several clients train, whose trainer runs the methods."""
     return federation is not None and federation.round.client_round is None
 

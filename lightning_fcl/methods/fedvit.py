@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import lightning.pytorch as L
 import torch
@@ -17,7 +17,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, one_of, share
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory, own_entries
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs, Pattern
 from lightning_fcl.methods.episodic import finite_pairs, past_numbers, with_task
@@ -25,9 +25,6 @@ from lightning_fcl.methods.functional import GradientOf, gradient_of, prediction
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
 from lightning_fcl.randomness import keys_of, start_randomness
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 @dataclass(eq=False)
@@ -223,7 +220,7 @@ class FedViT(FedRep):
             store.remember(part.client, self.section, rest)
         load_entries(pl_module, received)
 
-    def _integrated(self, federation: Federation, part: ClientRound, state: State, body: State) -> State:
+    def _integrated(self, federation: RunsFederation, part: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
         module, stream, seed = federation.module, federation.stream, federation.seed
         (optimizer,) = federation.optimizers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -13,14 +13,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.methods.trial import first_rows
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 class Method(Declaration, Callback):
@@ -79,7 +76,7 @@ def driver_of(trainer: L.Trainer) -> MethodDriver:
     return driver
 
 
-def sample_size(federation: Federation, name: str) -> tuple[int, ...]:
+def sample_size(federation: RunsFederation, name: str) -> tuple[int, ...]:
     """The shape of a sample of a federation's stream, for a method that makes some."""
     stream = federation.stream
     if (rows := first_rows(stream)) is None:

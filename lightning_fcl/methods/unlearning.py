@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -13,15 +13,12 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import check_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.ranks import share_by_client
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.ridge_task import RidgeTask
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 _TAG = "readout.tag"
 
@@ -50,7 +47,7 @@ class Unlearning(Method):
         super().__init__()
         self.requests = {str(client): round for client, round in (requests or {}).items()}
         self.forgotten: list[str] = []
-        self._federation: Federation | None = None
+        self._federation: RunsFederation | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         reason: str | None = "shares its weights: means cannot be taken apart"
@@ -97,7 +94,7 @@ class Unlearning(Method):
             if federation is not None and round == federation.round.number and isinstance(pl_module, RidgeTask):
                 self.forget(federation, pl_module, client)
 
-    def forget(self, federation: Federation, module: RidgeTask, client: str) -> None:
+    def forget(self, federation: RunsFederation, module: RidgeTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
         mine = {client: federation.server.store.memory(client, self.section)} if federation.hosts(client) else {}
         memory, state = share_by_client(federation.strategy.ranks, mine, [client])[client], entries(module)
@@ -126,7 +123,7 @@ class Unlearning(Method):
                 _forget(self._federation, client)
 
 
-def _forget(federation: Federation, client: str) -> None:
+def _forget(federation: RunsFederation, client: str) -> None:
     """Forget all that a client has kept; it takes part in no later round."""
     if federation.server.store.in_memory or federation.hosts(client):
         federation.server.store[client] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -17,14 +17,20 @@ from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
+from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.tasks.ridge_statistics import Numbers, OneHot, ReadoutTargets
 from lightning_fcl.tasks.ridge_task import RidgeTask, RidgeTrainer, Share, with_rows
 
-if TYPE_CHECKING:
-    from lightning_fcl.methods.plasticity import IntrinsicPlasticity
-    from lightning_fcl.simulation.federation import Federation
+
+class PlasticityRule(Protocol):
+    """How gain and bias adapt: `lightning_fcl.callbacks.IntrinsicPlasticity`."""
+
+    mu: float
+    sigma: float
+
+    def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]: ...
 
 
 class ReservoirTask(RidgeTask):
@@ -50,7 +56,7 @@ class ReservoirTask(RidgeTask):
         self.reservoir = reservoir
         self.features = readout
         self.adapting = False
-        self.plasticity: IntrinsicPlasticity | None = None
+        self.plasticity: PlasticityRule | None = None
 
     @property
     def reductions(self) -> Rules:
@@ -117,7 +123,7 @@ class ReservoirTask(RidgeTask):
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD([self.reservoir.gain, self.reservoir.bias], lr=0.0)
 
-    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> ReservoirTrainer:
+    def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> ReservoirTrainer:
         super().local_trainer(federation, shaping)
         if federation.participation.may_miss:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -18,13 +18,10 @@ from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State, entries, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.models.ridge import GroupMoments, RidgeReadout, add_to_diagonal, packed, solve, square
 from lightning_fcl.tasks.ridge_statistics import MOMENTS, SUMS, ReadoutTargets, low_rank
 from lightning_fcl.tasks.task import Task
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +203,7 @@ class RidgeTask(Task):
 
     # What a federation asks for.
 
-    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> RidgeTrainer:
+    def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> RidgeTrainer:
         """The trainer of the readouts of many clients; what a federation cannot do with sums is refused."""
         name, strategy, rules = type(self).__name__, federation.strategy, federation.strategy.rules
         if strategy.local_epochs != 1:
