@@ -149,13 +149,14 @@ class Replay(Method):
         first = next(iter(samples.values()))
         device, size = first.device, self._size(part)
         memory = {name: value.to(device) for name, value in client.memory.items()}
-        new = {**samples, "task": torch.full((len(first),), part.experience, device=device)}
+        new = {**samples}
         labels = part.labels if len(part.labels) == len(first) else samples.get("y", first)
         if not _are_classes(samples.get("y")):
             new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
         if self.buffer is None and self.policy == "refresh":
             chosen = torch.randperm(len(first), generator=client.generator)[:size]
             return with_task(memory, {name: value[chosen] for name, value in new.items()}, part.experience)
+        new["task"] = torch.full((len(first),), part.experience, device=device)
         seen = len(first) + (int(memory["seen"]) if memory else 0)
         if memory:
             new = {name: torch.cat([memory[name], value]) for name, value in new.items()}
