@@ -45,7 +45,6 @@ class ClientRound:
     new_classes: tuple[int, ...] = ()
     old_classes: tuple[int, ...] = ()
     task_classes: tuple[int, ...] = ()
-    drawn: bool = True
 
     @property
     def balanced(self) -> bool:
@@ -54,6 +53,40 @@ class ClientRound:
             return False
         counts = torch.bincount(self.labels, minlength=self.num_classes)
         return bool(2 * counts.min() >= counts.max())
+
+
+@dataclass(frozen=True, eq=False)
+class SampleHistory:
+    """The numbers of a client's samples of a round, and of the samples of earlier rounds that the client trained in.
+
+    A number is the position of a sample in the dataset of the stream.
+
+    Args:
+        numbers: Numbers of the samples of the round, in their order, shape (n,).
+        experience: Numbers of the samples of earlier rounds of the current experience, ascending.
+        past: Numbers of the samples of earlier experiences, ascending.
+        covers_experience: Whether the round has all samples of earlier rounds of the experience.
+
+    Example:
+        >>> history = SampleHistory(np.array([4, 5, 6]), np.array([5]), np.array([1, 6]), covers_experience=True)
+        >>> history.new, history.new_in_experience
+        (tensor([ True, False, False]), tensor([ True,  True, False]))
+    """
+
+    numbers: NDArray[np.int64]
+    experience: NDArray[np.int64]
+    past: NDArray[np.int64]
+    covers_experience: bool
+
+    @property
+    def new(self) -> Tensor:
+        """Whether each sample of the round is in no earlier round that the client trained in, shape (n,)."""
+        return self.new_in_experience & torch.from_numpy(~np.isin(self.numbers, self.experience))
+
+    @property
+    def new_in_experience(self) -> Tensor:
+        """Whether each sample of the round is in no earlier experience that the client trained in, shape (n,)."""
+        return torch.from_numpy(~np.isin(self.numbers, self.past))
 
 
 class ClientRounds(Sequence[ClientRound]):

@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, order_keys, plan_batches, read
-from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.data.client_round import ClientRound, SampleHistory, current_round
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
 from lightning_fcl.data.features import as_pixels, embedded
 from lightning_fcl.data.own import Benchmark, Data, names_clients, of_anything, of_benchmark, refuse_dealt, samples_of
@@ -271,6 +272,27 @@ class FederatedStream(L.LightningDataModule):
             task_classes=plan.classes_of_task(client, numbers[round]),
         )
 
+    def sample_history(self, client: str, round: int, trained: Iterable[int]) -> SampleHistory:
+        """Return the numbers of a client's samples of a round and of the earlier rounds that the client trained in."""
+        plan = self.plan
+        numbers, current = plan.experiences[client], plan.experiences[client][round]
+        parts: dict[bool, list[IntArray]] = {True: [EMPTY], False: [EMPTY]}
+        for earlier in trained:
+            parts[numbers[earlier] == current].append(plan.train[earlier].get(client, EMPTY))
+        experience, past = (np.unique(np.concatenate(parts[same])) for same in (True, False))
+        rows = plan.train[round].get(client, EMPTY)
+        return SampleHistory(rows, experience, past, bool(np.isin(experience, rows).all()))
+
+    def batch_rows(self, client: str, round: int) -> list[IntArray]:
+        """Return the numbers of the samples of each batch of a round in a plain Trainer."""
+        rows, batching = self.plan.train[round][client], Batching(self.batch_size, self.shuffle, self.drop_last)
+        return [rows[chosen] for chosen in plan_batches(len(rows), 1, batching, order_keys(self.seed, [client], round))]
+
+    def has_same_samples(self, client: str, *rounds: int) -> bool:
+        """Return whether a client has the same samples in two rounds."""
+        first, second = (self.plan.train[number].get(client, EMPTY) for number in rounds)
+        return first is second or np.array_equal(first, second)
+
     # Loaders, as any LightningDataModule has them.
 
     def train_dataloader(self) -> ClientLoader:
@@ -342,7 +364,6 @@ class ClientLoader:
             raise ValueError(
                 f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}."
             )
-        rows, batching = plan.train[round][client], Batching(stream.batch_size, stream.shuffle, stream.drop_last)
-        steps = plan_batches(len(rows), 1, batching, order_keys(stream.seed, [client], round))
-        requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(steps))
+        batches = stream.batch_rows(client, round)
+        requests = (Request.of(rows, stream.seed, client, round, 0, step) for step, rows in enumerate(batches))
         yield from stream.read(requests) if stream.samples.draws else (stream.take(one.rows) for one in requests)

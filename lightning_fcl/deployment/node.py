@@ -117,6 +117,7 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
         The upload, and what is said beside it.
     """
     server, (client,) = _receive(parts, state, memories), parts.stream.plan.clients
+    server.accepted = {client: int(head["accepted"])}
     trained, upload = ClientRounds.of([]), dict[str, Tensor]()
 
     def send(clients: ClientRounds, states: State) -> list[bool]:
@@ -144,7 +145,9 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
 
     number = int(head["round"])
     parts.strategy.cohort_size = 1
-    parts.strategy.new_round = lambda federation: Round(federation, planned(federation, [[client]], number), work)
+    parts.strategy.new_round = lambda federation: Round(
+        federation, planned(federation, [[client]], number), work, looks_ahead=False
+    )
     trainer = L.Trainer(
         strategy=parts.strategy,
         callbacks=parts.callbacks,

@@ -172,7 +172,9 @@ class Nodes:
         state = {f"{SERVER if n in server.extra else MODEL}{n}": v for n, v in down.items()}
         state |= {} if node in self.members.alike else {f"{MODEL}{n}": v for n, v in held.items()}
         server.record.download(client, sum(value.nbytes for value in state.values()))
-        return Parcel({**self._head(round), "kind": "train", "outline": asdict(outline)}, state)
+        accepted = server.accepted.get(client, -1)
+        head = {**self._head(round), "kind": "train", "outline": asdict(outline), "accepted": accepted}
+        return Parcel(head, state)
 
     def _take(
         self, round: Round, client: str, answer: RecordDict, sent: Mapping[str, Any], asked: int, skipped: list[str]
@@ -244,7 +246,7 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
         if given is not None:
             raise ValueError(f"Expected no `{name}` in a deployment, {why}, but got {given.hparams()}. Leave it out.")
     for method in methods:
-        if isinstance(method, ListensToRounds) or (method.ends_undrawn and participation.clients != 1.0):
+        if isinstance(method, ListensToRounds):
             raise ValueError(
                 f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks at "
                 "what all keep when a round is done, as only a simulation can. Simulate it, with `lightning-fcl fit`."

@@ -29,6 +29,20 @@ ClientState = dict[str, Memory]
 UNSENT = "unsent"
 """The section of what a client could not send."""
 
+PROGRESS = "progress"
+"""The section of the rounds that the client has trained in."""
+
+WITHIN, SENT, SENDING = "/within", "/sent", "/sending"
+"""What a method's section for the current experience ends with.
+
+``WITHIN``: the state that the client trains with in further rounds of the experience, while the method's own section
+has the result for the experience. ``SENT``: what the client has contributed to the experience's sums, and ``SENDING``:
+the same with its latest upload, which counts if that upload was accepted.
+"""
+
+RESULT = "result."
+"""What the names of entries of ``PROGRESS`` begin with that tell which methods' sections have a result."""
+
 _SUFFIX = ".safetensors"
 _MARK = "|uint8"  # what names of stored pixels end with
 
@@ -237,6 +251,54 @@ class ClientStore:
     def _path(self, client: str) -> Path:
         assert self._folder is not None
         return inside(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
+
+
+def trained_rounds(kept: ClientState) -> list[int]:
+    """Return the rounds that a client has trained in, ascending, if its state has them."""
+    return [int(number) for number in kept.get(PROGRESS, {}).get("rounds", ())]
+
+
+def with_progress(kept: ClientState, round: int, experience: int) -> Memory:
+    """Return the section of the rounds that a client has trained in, with one more."""
+    rounds = torch.tensor([*trained_rounds(kept), round])
+    return {"rounds": rounds, "experience": torch.tensor(experience)}
+
+
+def has_result(kept: ClientState, section: str) -> bool:
+    """Return whether a method's section has the result for the client's latest experience."""
+    return RESULT + section in kept.get(PROGRESS, {})
+
+
+def enter_round(kept: ClientState, experience: int, accepted: int) -> ClientState:
+    """Return a client's state at the start of a round.
+
+    In a further round of an experience each method continues with its state within the experience. When the client
+    enters another experience, the results for the earlier one stay, and what belonged to that experience goes.
+
+    Args:
+        kept: What the client keeps.
+        experience: The client's experience in the round.
+        accepted: The latest round in which the server accepted an upload of the client; -1 if there is none.
+
+    Example:
+        >>> progress = {**with_progress({}, round=3, experience=1), "result.EWC": torch.tensor(True)}
+        >>> kept = {"EWC": {"importance": torch.ones(1)}, "progress": progress}
+        >>> enter_round(kept, experience=1, accepted=3)["EWC"], enter_round(kept, experience=2, accepted=3)["EWC"]
+        ({}, {'importance': tensor([1.])})
+    """
+    if PROGRESS not in kept:
+        return kept
+    plain = {section: memory for section, memory in kept.items() if "/" not in section}
+    if int(kept[PROGRESS]["experience"]) != experience:
+        return plain
+    state = {s: kept.get(s + WITHIN, {}) if has_result(kept, s) else memory for s, memory in plain.items()}
+    arrived = trained_rounds(kept)[-1] == accepted
+    for section in (section for section in kept if section.endswith((SENT, SENDING))):
+        name = section.split("/")[0]
+        latest = kept.get(name + SENDING) if arrived else None
+        if (memory := latest if latest is not None else kept.get(name + SENT)) is not None:
+            state[name + SENT] = memory
+    return state
 
 
 def own_entries(kept: ClientState, device: torch.device) -> Memory:

@@ -243,6 +243,12 @@ class Participation:
         """Whether clients may miss a synchronisation, and go on from their own state."""
         return self.swarm is not None and bool(self.swarm.dropout or self.swarm.missing)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether each client trains, and is heard, in each round in which it has data."""
+        everyone = isinstance(self.clients, float) and self.clients == 1.0
+        return everyone and self.swarm is None and self.schedule is None
+
     def check_rounds(self, rounds: int) -> None:
         """Refuse settings that name rounds which a stream of so many does not have."""
         for round in self.swarm.rounds if self.swarm is not None else ():

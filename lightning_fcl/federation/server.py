@@ -92,6 +92,7 @@ class FederatedServer:
         self._frozen: list[str] = []  # the others, which travel only if training changes them all the same
         self._published: State | None = None  # of the frozen parameters, those that are still as every device got them
         self._untouched: list[str] | None = None  # their names, of a fit that goes on
+        self.accepted: dict[str, int] = {}  # each client's latest round whose upload was taken
         self.record = RoundRecord()
         self.aggregator = Aggregator({})
         self._changed: set[str] = set()  # of the frozen, by some client
@@ -333,12 +334,19 @@ class FederatedServer:
         optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
         clients = {client: self.store[client] for client in self.store} if clients is None else clients
         untouched = [name for name in self._published or () if name not in self._changed]
-        return {"clients": clients, "server_optimizer": optimizer, "extra": self.extra, "untouched": untouched}
+        return {
+            "clients": clients,
+            "server_optimizer": optimizer,
+            "extra": self.extra,
+            "untouched": untouched,
+            "accepted": self.accepted,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint has kept, before `begin`."""
         self.store.replace(state["clients"])
         self.extra = dict(state.get("extra", {}))
+        self.accepted = {str(client): int(round) for client, round in state.get("accepted", {}).items()}
         self._restored = state["server_optimizer"]
         kept = state.get("untouched")
         self._untouched = kept if isinstance(kept, list) else None

@@ -56,7 +56,7 @@ class LogitAdjustment(Method):
         tau: Strength, at least 0; 0 is the task's own loss.
         prior: Whose samples the classes are counted in: the ``"client"``'s own of the round (in a plain Trainer
             without a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far
-            and of the base session. Clients then send their counts, once for each experience.
+            and of the base session. Clients then upload the counts of samples that they have not trained on before.
 
     Raises:
         ValueError: If an argument is out of range, a batch has no labels, or the module does not tell its classes.
@@ -66,7 +66,7 @@ class LogitAdjustment(Method):
         'federation'
     """
 
-    needs: ClassVar[Needs] = Needs(labels=True, logits=True)
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True, numbers=True)
     reductions: ClassVar[Rules] = {"counts": Total()}
 
     tau: float = argument(1.0, at_least, 0)
@@ -95,15 +95,26 @@ class LogitAdjustment(Method):
         counts = _counted(client.part.labels, client.part.num_classes)
         if not counts.any() and client.memory:
             counts = client.memory["counts"]
-        if "counts" in client.shared:
-            own = counts.to(client.shared["counts"].device) * client.enters_experience
-            counts = client.shared["counts"] + padded(own, len(client.shared["counts"]))
-        return {"experience": client.memory.get("experience", torch.tensor(-1)), "counts": counts}
+        memory = {"experience": client.memory.get("experience", torch.tensor(-1)), "counts": counts}
+        if "counts" not in client.shared:
+            return memory
+        shared = client.shared["counts"]
+        unsent = client.memory.get("unsent", torch.zeros_like(shared)).to(shared.device)
+        own = padded(self._new_counts(client, counts).to(shared.device), len(shared)) + unsent
+        return {**memory, "counts": shared + own, "unsent": unsent}
+
+    def _new_counts(self, client: Client, counts: Tensor) -> Tensor:
+        """Return how many samples of each class the server has not counted; in a plain Trainer, once a fit."""
+        if client.history is None:
+            return counts * client.enters_experience
+        return _counted(client.part.labels[client.history.new], len(counts))
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
-        if self.prior == "client" or not client.enters_experience:  # the server has its counts
+        if self.prior == "client":
             return {}
-        return {"counts": _counted(client.part.labels, len(client.memory["counts"]))}
+        unsent = client.memory["unsent"]
+        counts = _counted(client.part.labels, len(unsent))
+        return {"counts": self._new_counts(client, counts).to(unsent.device) + unsent}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         assert step.y is not None  # as it needs labels
@@ -115,7 +126,8 @@ class LogitAdjustment(Method):
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         counted = client.memory["experience"] if client.missed else torch.tensor(client.part.experience)
-        return {"experience": counted, "counts": _counted(client.part.labels, client.part.num_classes)}
+        memory = {"experience": counted, "counts": _counted(client.part.labels, client.part.num_classes)}
+        return memory | ({"unsent": self.contribute(client, own, data)["counts"]} if client.missed else {})
 
 
 def _counted(labels: Tensor, classes: int) -> Tensor:

@@ -11,8 +11,8 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.batches import Batch, some_of
+from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation
@@ -39,6 +39,11 @@ class Client:
         local_epoch: The local epoch of it, from 0.
         steps: Optimizer steps that it has taken in the round, known when its round ends.
         missed: Whether the server has not heard of the round, known then, too.
+        history: The numbers of the round's samples and of earlier ones, known then, too; None in a plain Trainer
+            without a `FederatedStream`, where samples have no numbers.
+        result: In `Method.end_experience` of a method that accumulates samples, the result of the experience's earlier
+            rounds that ``data`` adds to; {} if ``data`` has all samples of the experience so far.
+        may_end: Whether the client's experience may end with the round.
 
     Example:
         >>> client = Client(part=ClientRound("site-a", round=2))
@@ -63,6 +68,9 @@ class Client:
         self.active = active
         self.batch: Any = None
         self.local_epoch, self.steps, self.missed = 0, 0, False
+        self.history: SampleHistory | None = None
+        self.result: Memory = {}
+        self.may_end = True
         self._part, self._module, self._section, self._generator = part, module, section, generator
 
     @property
@@ -78,6 +86,10 @@ class Client:
                 "the memory that `on_download` returns, or set `vectorizable = False`."
             )
         return self._part
+
+    @part.setter
+    def part(self, part: ClientRound) -> None:
+        self._part = part
 
     @property
     def module(self) -> L.LightningModule:
@@ -95,6 +107,13 @@ class Client:
     def enters_experience(self) -> bool:
         """Whether the ``experience`` in its memory, if there is any, is an earlier one."""
         return self.part.experience > int(self.memory.get("experience", -1))
+
+    def new_samples(self, data: Batch) -> Batch:
+        """Return those of the round's samples that are in no earlier round that the client trained in.
+
+        In a plain Trainer without a `FederatedStream`, whose samples have no numbers, all samples of an epoch are new.
+        """
+        return data if self.history is None else chosen_samples(data, self.history.new)
 
     @property
     def generator(self) -> torch.Generator:
@@ -174,6 +193,7 @@ class Server:
         state: Its state now, as reductions, its optimizer and the turns of methods before this one have made it.
         kept: What it keeps for the method, by name: what is put there it keeps from then on.
         share: Share of the stream's clients whose uploads were taken, above 0.
+        ends: Whether the experience of some client ends with the round.
         module: The module that the Trainer trains.
         generator: Draws whatever is random, by the round and the method's section.
 
@@ -190,6 +210,7 @@ class Server:
     share: float
     module: L.LightningModule
     generator: torch.Generator
+    ends: bool = True
 
 
 def section(memory: Mapping[str, Tensor], prefix: str) -> State:
@@ -227,6 +248,11 @@ def without_call(module: nn.Module) -> str:
     return (
         f"Expected `{type(module).__name__}.training_step` to call `self(x)`, whose output `%s` needs, but it did not."
     )
+
+
+def chosen_samples(data: Batch, chosen: Tensor) -> Batch:
+    """Return the samples of a nest of stacked samples for which ``chosen``, shape (n,), is true."""
+    return data if bool(chosen.all()) else some_of(data, chosen.nonzero()[:, 0])
 
 
 def is_labelled(batch: Batch) -> bool:

@@ -37,7 +37,8 @@ class Needs:
         dicts: They may also be dicts of tensors, in a federation.
         logits: The module's output are logits of classes.
         loss: The module states the loss of samples apart from its training step.
-        samples: `Method.end_round` and `Method.contribute` look at the round's samples.
+        samples: `Method.end_round`, `Method.contribute` and those of an experience look at the round's samples.
+        numbers: They look at the samples' numbers, `Client.history`, alone.
         federation: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
         head: Entries that match the method's argument ``head`` stay with the clients, in a federation.
         uniform: All clients weigh alike in the federation's means.
@@ -52,6 +53,7 @@ class Needs:
     logits: bool = False
     loss: bool = False
     samples: bool = False
+    numbers: bool = False
     federation: str = ""
     head: bool = False
     uniform: bool = False
@@ -82,8 +84,12 @@ class Declaration:
     Never where it projects or trains parts; where it uploads, only if the class says so.
     """
 
-    ends_undrawn: ClassVar[bool] = False
-    """Whether `end_round` also runs for clients that were not drawn for the last round of their experience."""
+    accumulates: ClassVar[bool] = False
+    """Whether `end_experience` adds samples to the result of the experience's earlier rounds.
+
+    If the rounds of an experience have different samples, such a method gets each of them once. Other methods get the
+    samples of the last round that the client trained in.
+    """
 
     clients: Clients = field(default="all", kw_only=True)
 
@@ -175,16 +181,29 @@ class Declaration:
             batch[position] = torch.cat([batch[position], value[picked].to(batch[position].device)])
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        """What the client remembers after its local training.
-
-        With `ends_undrawn` also of a client whose experience ends with a round that it was not drawn for:
-        ``client.part.drawn`` tells.
+        """Return the client's method state after local training.
 
         Args:
             client: The client.
-            own: The state that its training has left; of a client that was not drawn, the server's after the round,
-                with the client's own entries.
-            data: The client's samples of the round, stacked; None where the method does not need them.
+            own: The client's state after local training.
+            data: The client's samples of the round, stacked; None if the method does not need them.
+                ``client.new_samples(data)`` are those that come for the first time.
+        """
+        return client.memory
+
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
+        """Return the client's method state for later experiences.
+
+        The client continues with this state when it enters a later experience. Nobody knows in which round a client
+        trains last in an experience, so that the result is computed after each round, from the state that `end_round`
+        returned, and replaced if the client trains in the experience again. A client that does not train in an
+        experience keeps its state.
+
+        Args:
+            client: The client; ``client.memory`` is what `end_round` has returned.
+            own: The client's state after local training.
+            data: The client's samples, stacked: those of the round, without samples of earlier experiences in a method
+                that `accumulates`, or, if ``client.result`` is there, those that are to be added to it.
         """
         return client.memory
 
@@ -247,6 +266,20 @@ class Declaration:
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
         """What a client uploads to the entries of `server_state`: by name, each of an entry's shape."""
+        return {}
+
+    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+        """Return what a client adds to entries of `server_state` for an experience, each of an entry's shape.
+
+        The reduction of these entries is a sum. If a client trains in several rounds of an experience, it uploads the
+        change since its last contribution, and the server has the sum of all clients' latest contributions when the
+        experience ends: see `Server.ends`. With full participation a client uploads once, in the last round.
+
+        Args:
+            client: The client.
+            own: The client's state after local training.
+            data: The client's samples, stacked, each of which counts once in an experience.
+        """
         return {}
 
     def server_turn(self, server: Server) -> State:
@@ -314,6 +347,12 @@ def overrides(method: Declaration | type[Declaration], function: str) -> bool:
 def overriding(methods: Iterable[Declaration], function: str) -> list[Declaration]:
     """The methods that have a function of their own."""
     return [method for method in methods if overrides(method, function)]
+
+
+def tracks_rounds(method: Declaration) -> bool:
+    """Return whether a method needs to know in which rounds a client has trained."""
+    of_experience = overrides(method, "end_experience") or overrides(method, "contribute_experience")
+    return of_experience or method.needs.samples or method.needs.numbers
 
 
 def remembers(method: Declaration, client_round: ClientRound) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.federation.aggregation import Aggregator, declare, entries
+from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
-from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
+from lightning_fcl.methods.client import Client, Step, chosen_samples, is_labelled, without_call
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
 from lightning_fcl.methods.functional import (
@@ -84,6 +86,7 @@ class MethodDriver(Callback):
         self._rule = ExitStack()
         self._seen: list[tuple[Any, Tensor]] = []  # the batches of a plain Trainer's epoch
         self._unfinished: list[tuple[Declaration, Client]] = []  # of an epoch that may have been the last
+        self._results: dict[str, Memory] = {}  # of methods that accumulate, for the experience so far
         self._hook: RemovableHandle | None = None
         self._call: tuple[Any, Tensor] | None = None
         self._clients: list[Client] = []  # the client that trains now, as each method sees it
@@ -155,10 +158,12 @@ class MethodDriver(Callback):
         for method in self.methods:
             method.server_entries = method.server_entries or method.server_state(pl_module)
             server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
-        clients = []
+        clients, stream = [], stream_of(trainer)
         for method in self.methods:
             at = self._client_round(trainer, method)
             client = Client(method.memory, server, at, pl_module, section=method.section)
+            if stream is not None:
+                client.history = stream.sample_history(at.client, at.round, range(at.round))
             method.memory = client.memory = method.on_download(client)
             clients.append(client)
         recalls = Recalled(self.methods, [clients], lambda section: keys_of(trainer.current_epoch, ["local"], section))
@@ -266,24 +271,61 @@ class MethodDriver(Callback):
         for method, began in zip(self.methods, self._clients, strict=True):
             at, data = self._client_round(trainer, method), self._data(method)
             client = Client(began.memory, began.server, at, pl_module, section=method.section)
-            client.steps = began.steps
+            client.steps, client.history = began.steps, self._history(trainer)
+            if client.history is not None and len(at.labels):  # in the order of the batches, as the samples are
+                client.part = replace(at, labels=torch.from_numpy(need_stream(trainer).y[client.history.numbers]))
             if method.server_entries and overrides(method, "contribute"):
                 sums = Aggregator(declare(method.server_entries, method.reductions))
                 sent = method.contribute(client, entries(pl_module), data)
                 sums.add_all({name: value[None] for name, value in sent.items()}, weights=[1.0], numbers=[0])
                 method.server_entries = sums.result(method.server_entries)
-            method.memory = method.end_round(client, entries(pl_module), data)
-            if not (at.last_round or stream_of(trainer) is not None):
-                self._unfinished.append((method, client))
+            client.memory = method.memory = method.end_round(client, entries(pl_module), data)
+            self._end_experience(trainer, method, client)
+
+    def _end_experience(self, trainer: L.Trainer, method: Declaration, client: Client) -> None:
+        """Take the method's result if the experience ends, or if the next epoch has other samples."""
+        if not overrides(method, "end_experience"):
+            return
+        history, section, stream = client.history, method.section, stream_of(trainer)
+        last, each = client.part.last_round, method.accumulates and history is not None and stream is not None
+        if not last:
+            self._unfinished.append((method, client))
+            now, name = client.part.round, client.part.client
+            if not each or (stream is not None and stream.has_same_samples(name, now, now + 1)):
+                return
+        result = self._result(method, client)
+        if last:
+            method.memory = result
+            self._results.pop(section, None)
+        else:
+            self._results[section] = result
+
+    def _result(self, method: Declaration, client: Client) -> Memory:
+        data, history = self._data(method), client.history
+        if method.accumulates and history is not None:
+            covers = history.covers_experience
+            client.result = {} if covers else self._results.get(method.section, {})
+            data = chosen_samples(data, history.new_in_experience if covers else history.new)
+        return method.end_experience(client, entries(client.module), data)
+
+    def _history(self, trainer: L.Trainer) -> SampleHistory | None:
+        """Return the numbers of the epoch's samples, in the order of its batches; None without a stream."""
+        stream = stream_of(trainer)
+        if stream is None:
+            return None
+        client, epoch = stream.plan.clients[0], trainer.current_epoch
+        history = stream.sample_history(client, epoch, range(epoch))
+        order = np.concatenate(stream.batch_rows(client, epoch))[: sum(len(y) for _, y in self._seen)]
+        return replace(history, numbers=order)
 
     def _data(self, method: Declaration) -> list[Tensor] | None:
         return [torch.cat(column) for column in zip(*self._seen, strict=True)] if method.needs.samples else None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for method, client in self._unfinished:
-            last = replace(client.part, last_round=True)
-            ended = Client(client.memory, client.server, last, pl_module, section=method.section)
-            method.memory = method.end_round(ended, entries(pl_module), self._data(method))
+            client.part = replace(client.part, last_round=True)
+            known = self._results.pop(method.section, None)
+            method.memory = self._result(method, client) if known is None else known
         self._unfinished = []
 
     def _client_round(self, trainer: L.Trainer, method: Declaration) -> ClientRound:

@@ -36,8 +36,8 @@ class DyToxTraining(Episodic):
     - The tokens and heads of all tasks but the present one are frozen. Body, decoder, and the task's token and heads
       learn.
     - Remembered samples of past tasks join the batches, each once per local epoch. See `GEM` for which are kept.
-    - The teacher is the client's own model at the end of its previous task (the server's, if it was not drawn for that
-      task's last round). It is distilled over the classes of all the client's past tasks.
+    - The teacher is the client's own model after the last round of its previous task that it trained in. It is
+      distilled over the classes of all the client's past tasks.
     - The present task's divergence head tells its classes apart, and from all others: one class for all samples of
       past tasks.
     - Balanced tuning: in the last epochs of a task the body is frozen, too, and the task's token and heads learn from
@@ -159,7 +159,7 @@ class DyToxTraining(Episodic):
         if federation is not None:
             generator.manual_seed(seed_of(federation.seed, part.client, part.round, "balanced"))
             data = federation.stream.client_samples(part.client, part.round, federation.seed)
-            memory = remember_task(memory, data, part, self.max_size, generator)
+            memory = remember_task(client, data, self.max_size, generator)
         elif not knows_task(memory, part.experience):
             raise ValueError(
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
@@ -210,14 +210,10 @@ class DyToxTraining(Episodic):
         return total
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory, part = client.memory, client.part
-        if not part.drawn and not client.active:
-            return memory
-        if self.max_size:
-            memory = super().end_round(client, own, data)
-        if not part.last_round:
-            return memory
-        model = net_of(client.module)
+        return super().end_round(client, own, data) if self.max_size else client.memory
+
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
+        memory, part, model = client.memory, client.part, net_of(client.module)
         block = torch.tensor(model.blocks[_task_of(model, part.labels, part.client)])
         old = memory.get("old", torch.zeros(len(model.position), dtype=torch.bool))
         memory = {**memory, "old": with_classes(old, block.to(old.device))}

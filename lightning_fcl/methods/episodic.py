@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
@@ -40,14 +39,11 @@ class Episodic(Method):
     """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which."""
 
     needs: ClassVar[Needs] = Needs(loss=True, samples=True)
-    ends_undrawn: ClassVar[bool] = True
 
     max_size: int | float = argument(0.1, memory_size)  # jsonargparse takes the first type that fits
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        if not client.part.drawn and knows_task(client.memory, client.part.experience):
-            return client.memory
-        return remember_task(client.memory, data, client.part, self.max_size, client.generator)
+        return remember_task(client, data, self.max_size, client.generator)
 
 
 @dataclass(eq=False)
@@ -58,8 +54,9 @@ class GEM(Episodic):
     constrain the step's gradient g: it becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks, eq. 11 (see
     `lightning_fcl.methods.projection.project`).
 
-    A task's samples are drawn from its data of the last round that the client took part in (of the experience's last
-    round, if it took part in none), in their classes' proportions and at least one of each class where there is room.
+    A task's samples are drawn after each round that the client trains in, in their classes' proportions, and at least
+    one of each class if there is room. If the rounds of a task have different samples, they are drawn among those that
+    the client has of the task and the round's new ones.
 
     Args:
         max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
@@ -138,15 +135,18 @@ def past_samples(client: Client) -> tuple[Tensor, Tensor] | None:
     return (torch.cat(x), torch.cat(y)) if tasks else None
 
 
-def remember_task(
-    memory: Memory, data: Batch, client_round: ClientRound, max_size: int | float, generator: torch.Generator
-) -> Memory:
-    """The memory with samples of a client's data, a number or a share of them, in place of the task's earlier ones."""
+def remember_task(client: Client, data: Batch, max_size: int | float, generator: torch.Generator) -> Memory:
+    """Return the client's state with samples of its current task, a number of them or a share of a round's."""
+    memory, task = client.memory, client.part.experience
     x, y = finite_pairs(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
+    if client.history is not None and not client.history.covers_experience and knows_task(memory, task):
+        x, y = finite_pairs(client.new_samples(data))
+        of_task = (memory["task"] == task).nonzero()[:, 0]
+        x, y = torch.cat([memory["x"][of_task].to(x.device), x]), torch.cat([memory["y"][of_task].to(y.device), y])
     labels = y.cpu() if y.dim() == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
     chosen = stratified(labels, size, generator).to(y.device)
-    return with_task(memory, {"x": x[chosen], "y": y[chosen]}, client_round.experience)
+    return with_task(memory, {"x": x[chosen], "y": y[chosen]}, task)
 
 
 def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
@@ -177,6 +177,15 @@ def with_task(memory: Memory, samples: Memory, task: int) -> Memory:
         kept = memory["task"].to(device) != task
         new = {name: torch.cat([memory[name].to(device)[kept], value]) for name, value in new.items()}
     return {**memory, **new}
+
+
+def add_to_task(memory: Memory, result: Memory, samples: Memory, task: int) -> Memory:
+    """Return a state with samples of a task, beside those of it that ``result`` has."""
+    earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
+    if earlier.any():
+        kept = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
+        samples = {name: torch.cat([kept[name], value]) for name, value in samples.items()}
+    return with_task(memory, samples, task)
 
 
 def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -50,6 +51,8 @@ class FedKNOW(FedViT):
         >>> FedKNOW(rho=0.1, k=10).tune_epochs
         5
     """
+
+    accumulates: ClassVar[bool] = False
 
     temperature: float = argument(2.0, above, 0)
     tune_epochs: int = argument(5, at_least, 0)

@@ -20,7 +20,7 @@ from lightning_fcl.federation.client_store import Memory, own_entries
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.declaration import Needs, Pattern
-from lightning_fcl.methods.episodic import finite_pairs, past_numbers, with_task
+from lightning_fcl.methods.episodic import add_to_task, finite_pairs, past_numbers
 from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along, trainable
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
@@ -75,8 +75,8 @@ class FedViT(FedRep):
     until it raises the loss of none of the k past tasks whose gradients differ most from it (section 3.3). Their
     gradients are restored, at the present parameters, from the samples that are kept of each task, eq. 5.
 
-    At the end of a task the client keeps of each class the share ``rho`` of the samples with the lowest loss, at least
-    one, eq. 4; a client that is not drawn for the task's last round does so with the body after aggregation.
+    For a task the client keeps of each class the share ``rho`` of the samples with the lowest loss, at least one, eq.
+    4, by its own model after the last round of the task that it trained in.
 
     Args:
         rho: Share of the samples of each class that is kept, above 0 and up to 1.
@@ -97,7 +97,7 @@ class FedViT(FedRep):
         2
     """
 
-    ends_undrawn: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = True
 
     rho: float = argument(0.1, share)
     k: int = argument(10, at_least, 1)
@@ -117,13 +117,13 @@ class FedViT(FedRep):
     # What a subclass does otherwise: which knowledge is kept of a task, and how it becomes a gradient.
 
     def extract(self, client: Client, memory: Memory, own: State, data: Batch) -> Memory:
-        """The memory with the knowledge of the task that has ended."""
+        """Return the state with the knowledge of the task, of which ``client.result`` may have a part."""
         x, y = finite_pairs(data)
         module = client.module
         with torch.no_grad():
             loss = states_loss(module).sample_loss(predictions(module, own, x), y.to(module.device))
         kept = lowest_loss(loss, y, self.rho)
-        return with_task(memory, {"x": x[kept], "y": y[kept]}, client.part.experience)
+        return add_to_task(memory, client.result, {"x": x[kept], "y": y[kept]}, client.part.experience)
 
     def known(self, client: Client) -> list[int]:
         """Numbers of the past tasks of which there is knowledge, ascending."""
@@ -186,17 +186,15 @@ class FedViT(FedRep):
         return project(gradient, constraints, self.margin)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        part = client.part
-        if not part.drawn:
-            memory = self.on_download(client)
-            return self.extract(client, memory if self.integrate_last else _without_body(memory), own, data)
-        memory = _without_body(client.memory)
-        if part.last_round:
-            memory = self.extract(client, memory, own, data)
+        part, memory = client.part, _without_body(client.memory)
         if not self.integration_epochs or (part.last_round and not self.integrate_last):
             return memory
         body = {name: value for name, value in own.items() if not fnmatchcase(name, self.head)}
         return {**memory, **remember(body, "body"), "at": torch.tensor(part.experience)}
+
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
+        memory = client.memory if self.integrate_last else _without_body(client.memory)
+        return self.extract(client, memory, own, data)
 
     # Integration after the last aggregation of a task.
 
@@ -209,8 +207,8 @@ class FedViT(FedRep):
         if federation is None or not (self.integrate_last and self.integration_epochs):
             return
         received, store = {n: v.detach().clone() for n, v in entries(pl_module).items()}, federation.server.store
-        for part in federation.client_rounds(federation.round.number):
-            if not (part.last_round and self.applies_to(part) and federation.hosts(part.client)):
+        for part in federation.ending_clients(federation.round.number):
+            if not (self.applies_to(part) and federation.hosts(part.client)):
                 continue
             memory = store.memory(part.client, self.section)
             rest = _without_body(memory)

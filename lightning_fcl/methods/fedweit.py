@@ -42,10 +42,10 @@ class FedWEIT(Method):
     paper in three points: there ``l2`` is halved (half of the squares), ``mask_l1`` is 0, and past A_i stay as they
     are (``retroactive=False``).
 
-    After a round a client sends the base without the units of the ``sparsity`` smallest ``|m|`` of each layer, zeros;
-    a unit's new base is the mean of those who send it and stays where none does. At a task's end it sends A, without
-    the numbers up to the network's `threshold`. When it begins the next task it receives the other clients' latest A,
-    once.
+    After a round a client sends the base without the units of the ``sparsity`` smallest ``|m|`` of each layer, zeros; a
+    unit's new base is the mean of those who send it and stays where none does. It also sends A, without the numbers up
+    to the network's `threshold`, after each round that may be its last of the task. When the task has ended and a
+    client begins the next task it receives the other clients' latest A, once.
 
     What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "none",
     "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Deviations from the authors' code: what is
@@ -77,7 +77,6 @@ class FedWEIT(Method):
 
     vectorizable: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(federation="there is nobody whose weights could be attended to")
-    ends_undrawn: ClassVar[bool] = True
 
     l1: float = argument(1e-3, at_least, 0)
     l2: float = argument(100.0, at_least, 0)
@@ -95,6 +94,7 @@ class FedWEIT(Method):
         self.mask_l1 = self.l1 if self.mask_l1 is None else self.mask_l1
         self.knowledge: dict[str, Memory] = {}  # the server's: each client's latest adaptive, packed
         self._arriving: dict[str, Memory] = {}  # in this round
+        self._ending: dict[str, Memory] = {}  # each client's latest of the task that it is in
         self._gates: list[Tensor] = []
 
     def _place(self, memory: Memory) -> int:
@@ -173,17 +173,13 @@ class FedWEIT(Method):
         memory = client.memory
         if not client.active:
             return memory
-        if not client.part.drawn:
-            if not client.enters_experience:
-                self._publish(client, own)
-            return memory
         self._publish(client, own)
         names = decomposed_of(client.module).names
         return {**memory, "base": torch.cat([own[f"model.net.{name}"].flatten() for name in names])}
 
     def _publish(self, client: Client, own: State) -> None:
         part, model = client.part, decomposed_of(client.module)
-        if part.last_round and not client.missed:
+        if client.may_end and not client.missed:
             adaptive = own[f"model.tasks.{self._place(client.memory)}.adaptive"].detach()
             packed = self._arriving[part.client] = pack(prune(adaptive, model.threshold))
             _record(client).upload(part.client, _wire_bytes(packed, model.size))
@@ -191,19 +187,24 @@ class FedWEIT(Method):
     # The server.
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.knowledge |= share_by_client(ranks_of(trainer), self._arriving, need_stream(trainer).plan.clients)
+        self._ending |= share_by_client(ranks_of(trainer), self._arriving, need_stream(trainer).plan.clients)
         self._arriving = {}
+        federation = federation_of(trainer)
+        assert federation is not None  # as it needs one
+        for part in federation.ending_clients(federation.round.number):
+            if part.client in self._ending:
+                self.knowledge[part.client] = self._ending.pop(part.client)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"knowledge": self.knowledge}
+        return {"knowledge": self.knowledge, "ending": self._ending}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.knowledge = dict(state_dict["knowledge"])
+        self.knowledge, self._ending = dict(state_dict["knowledge"]), dict(state_dict["ending"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._arriving = {}
         if trainer.current_epoch == 0:
-            self.knowledge = {}
+            self.knowledge, self._ending = {}, {}
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         others = [type(m).__name__ for m in methods_of(trainer) if not isinstance(m, FedWEIT | Replay)]

@@ -29,15 +29,15 @@ class FOT(MovesServer):
     for inputs in the span of U the layer's output does not move. A bias is the weight of one more input, which is
     always 1. What is neither, such as batch normalisation, is averaged as ever. In the first task U is empty.
 
-    In the last round of an experience a client sends, for each layer, ``X~^T Omega`` and the squares of ``||X~||`` and
-    ``||X||``: X are the layer's inputs for its samples, X~ what of them lies outside of the span of U, which it has
-    received, Omega numbers that it draws, uniform in [-1, 1]. The server adds them up, which is the same sketch of all
-    clients' inputs together, takes the fewest leading directions (left singular vectors) that leave at most the share
-    ``1 - eps`` of the energy outside, and adds them to U. A sketch flatters its leading directions: of the inputs
-    themselves U holds somewhat less than ``eps``.
+    For an experience a client uploads, for each layer, ``X~^T Omega`` and the squares of ``||X~||`` and ``||X||``: X
+    are the layer's inputs for its samples, X~ what of them lies outside of the span of U, which it has received, Omega
+    numbers that it draws, uniform in [-1, 1]. The server adds them up, which is the same sketch of all clients' inputs
+    together. When the experience ends, the server takes the fewest leading directions (left singular vectors) that
+    leave at most the share ``1 - eps`` of the energy outside, and adds them to U. A sketch flatters its leading
+    directions: of the inputs themselves U holds somewhat less than ``eps``.
 
-    The authors have clients send this after the experience, of the final model; here it goes with the last upload, of
-    the client's own model, and clients that are not drawn for that round send none.
+    The authors have clients send this after the experience, of the final model. Here it belongs to the client's last
+    upload of the experience, and is of the client's own model: see `Declaration.contribute_experience`.
 
     Args:
         eps: Share of the energy of a layer's inputs that U is to hold after each task, above 0 and at most 1.
@@ -65,9 +65,7 @@ class FOT(MovesServer):
             state[f"energy.{name}"] = size.new_zeros(2)  # of X~, and of X
         return state
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
-        if not client.part.last_round:
-            return {}
+    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
         x, _ = finite_pairs(data)
         bases = section(client.shared, "basis")
         sent = zeros({name: value for name, value in client.shared.items() if not name.startswith("basis.")})
@@ -86,7 +84,7 @@ class FOT(MovesServer):
                 first = weight_matrix(begun, name)
                 found |= weights_of(mean, name, first + without(weight_matrix(mean, name) - first, basis))
             sketch, energy = kept[f"sketch.{name}"], kept[f"energy.{name}"]
-            if energy.any():
+            if server.ends and energy.any():
                 kept[f"basis.{name}"] = enlarged(basis, sketch, energy, self.eps)
                 kept.update({f"sketch.{name}": torch.zeros_like(sketch), f"energy.{name}": torch.zeros_like(energy)})
         return found

@@ -16,7 +16,7 @@ from lightning_fcl.errors import above, argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
-from lightning_fcl.methods.client import Client, Server, section
+from lightning_fcl.methods.client import Client, Server, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import embeddings
@@ -29,12 +29,12 @@ from lightning_fcl.models.ridge import accumulate, packed, solve, square
 class Fed3R(Method):
     """Every experience: the classifier begins as the ridge regression on all samples so far (Fanì et al. 2024).
 
-    In its first round of an experience a client also sends ``A = Y^T S`` and ``B = S^T S`` of that round's samples: S
-    are their features by its own model, with a column of ones for the bias, Y their classes, one-hot. The server adds
+    A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before: S are their
+    features by its own model, with a column of ones for the bias, Y their classes, one-hot. The server adds
     them to all earlier ones and those of the base session, and then puts ``A (B + beta I)^-1 / temperature`` into the
     module's last layer: the solution on all samples in one place, however they are spread, as long as the features
-    stay. From then on the layer is trained as any other (the authors' Fed3R+FT). Sums that do not arrive are sent
-    again.
+    stay. From then on the layer is trained as any other (the authors' Fed3R+FT). If a client misses a synchronization,
+    it uploads the sums with its next upload.
 
     Args:
         beta: Regulariser, at least 0.
@@ -81,10 +81,11 @@ class Fed3R(Method):
         return {**_no_sums(module), **self._base}
 
     def contribute(self, client: Client, own: State, data: Batch) -> State:
-        return self._sums(client.module, own, data) if client.enters_experience else {}
+        sums, earlier = self._sums(client.module, own, client.new_samples(data)), section(client.memory, "unsent")
+        return {name: value + earlier[name].to(value.device) for name, value in sums.items()} if earlier else sums
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return client.memory if client.missed else {"experience": torch.tensor(client.part.experience)}
+        return remember(self.contribute(client, own, data), "unsent") if client.missed else {}
 
     def server_turn(self, server: Server) -> State:
         sums, (weight, bias) = server.kept, last_layer(server.module)
@@ -129,12 +130,13 @@ _BATCH = 64  # samples of a step
 class CCVR(Method):
     """Every experience: its last round ends with a head trained on drawn features (Luo et al. 2021; HGP, Salami 2024).
 
-    In the last round of an experience a client sends, for each class of its samples, their number, the sum of their
-    features by its own model, and that of the features' products. The server adds them up over clients, which gives the
-    exact mean and covariance of all clients' features of a class (CCVR), and over experiences, as HGP keeps
-    the Gaussians of all tasks. Then it draws ``samples`` features of each class from its Gaussian and trains the
-    module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. Where features stay, of a frozen body,
-    the moments are those of all samples so far; elsewhere those of earlier experiences are of earlier features.
+    For an experience a client uploads, for each class of its samples, their number, the sum of their features by its
+    own model, and that of the features' products: see `Declaration.contribute_experience`. The server adds them up over
+    clients, which gives the exact mean and covariance of all clients' features of a class (CCVR), and over experiences,
+    as HGP keeps the Gaussians of all tasks. Then it draws ``samples`` features of each class from its Gaussian and
+    trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. Where features stay, of a
+    frozen body, the moments are those of all samples so far; elsewhere those of earlier experiences are of earlier
+    features.
 
     HGP draws from each client's Gaussian; here a class has one. The loss is the cross-entropy among the classes that
     have come, of `decoupled_logits` where ``logit_norm`` is given, as HGP's is with 0.1.
@@ -176,9 +178,7 @@ class CCVR(Method):
         task = sums.new_zeros(len(sums), dtype=torch.long)  # the calibration for which a class has come, from 1
         return {"sums": sums, "products": sums.new_zeros(len(sums), numbers), "task": task}
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
-        if not client.part.last_round:
-            return {}
+    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
         x, y = finite_pairs(data)
         features = embeddings(client.module, own, x).double()
         products = torch.zeros_like(client.shared["products"])
@@ -189,9 +189,9 @@ class CCVR(Method):
 
     def server_turn(self, server: Server) -> State:
         kept, generator, names = server.kept, server.generator, last_layer(server.module)
-        if kept["sums"].equal(section(server.begun, self.section)["sums"]):
-            return {}
         has = kept["sums"][:, 0] > 0
+        if not (server.ends and has.any()):
+            return {}
         kept["task"] = torch.where(has & (kept["task"] == 0), kept["task"].max() + 1, kept["task"])
         layer, known = [server.state[name] for name in names], has.nonzero()[:, 0]
         moments = [gaussian(kept["sums"][label].cpu(), kept["products"][label].cpu()) for label in known]

@@ -40,7 +40,7 @@ class Consolidation(Method):
     normalize: bool = True
 
     def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
-        """That of some parameters for the experience that ends, by name; the arguments are those of `end_round`."""
+        """Return the importance of some parameters for the experience. The arguments are those of `end_experience`."""
         raise NotImplementedError
 
     def on_download(self, client: Client) -> Memory:
@@ -66,8 +66,8 @@ class Consolidation(Method):
         penalty = 0.5 * summed([(importance[name] * value).sum() for name, value in moved.items()], step.params)
         return self.strength * (memory[_SCALE] * penalty if _SCALE in memory else penalty)
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        if self.strength == 0 or not client.part.last_round:
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
+        if self.strength == 0:
             return client.memory
         earlier = section(client.memory, "importance")  # not of what learns now: another method may have frozen a part
         new = self.importance(client, own, data, earlier)
@@ -80,9 +80,9 @@ class EWC(Consolidation):
     """Every step: holds what was important in the client's earlier experiences (Kirkpatrick et al. 2017, equation 3).
 
     ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta* is the
-    client's own model at the end of its latest experience; F is the sum, over its experiences, of the diagonal of the
-    empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``, each taken at the experience's end from
-    the data of its last round and their true labels.
+    client's own model after its latest round of its latest experience. F is the sum, over its experiences, of the
+    diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``. Each is computed from
+    the data of the last round of the experience that the client trained in, and their true labels.
 
     Args:
         strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning.
@@ -208,7 +208,7 @@ class SI(Consolidation):
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         self._note_step(client, own)
-        return super().end_round(client, own, data)
+        return client.memory
 
     def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
         fall, moved = section(client.memory, "fall"), section(client.memory, "moved")

@@ -17,7 +17,7 @@ from lightning_fcl.federation.protocol import MasksLogits
 from lightning_fcl.methods.client import Client, Step, remember, section
 from lightning_fcl.methods.declaration import Needs, matches
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.episodic import finite_pairs, with_task
+from lightning_fcl.methods.episodic import add_to_task, finite_pairs
 from lightning_fcl.methods.fedvit import lowest_loss
 from lightning_fcl.methods.functional import predictions, states_loss, trainable
 from lightning_fcl.methods.importance import summed
@@ -64,7 +64,7 @@ class LVTMethod(Method):
 
     vectorizable: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(loss=True, samples=True)
-    ends_undrawn: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = True
 
     gamma: float = argument(1.0, at_least, 0)
     alpha: float = argument(1.0, at_least, 0)
@@ -109,13 +109,11 @@ class LVTMethod(Method):
 
         return total + step.loss_of(memory["x"][drawn], memory["y"][drawn], loss=loss)
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
         memory, module = client.memory, client.module
-        if not client.part.last_round:
-            return memory
         x, y = finite_pairs(data)
         if not len(y):
-            return memory
+            return client.result or memory
         if self.gamma:
             # Not of what learns now: another method may have frozen a part.
             names = [name for name, _ in module.named_parameters() if matches(name, self.keys)]
@@ -128,4 +126,5 @@ class LVTMethod(Method):
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)
         kept = lowest_loss(states_loss(module).sample_loss(logits, y), y, self.rho)
-        return with_task(memory, {"x": x[kept], "y": y[kept], "logits": logits[kept]}, client.part.experience)
+        samples = {"x": x[kept], "y": y[kept], "logits": logits[kept]}
+        return add_to_task(memory, client.result, samples, client.part.experience)

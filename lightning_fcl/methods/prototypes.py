@@ -174,9 +174,9 @@ def herd(features: Tensor, size: int) -> Tensor:
 class ICaRL(LwF):
     """Every step: distils the classes of earlier experiences, beside their exemplars (Rebuffi et al. 2017, "iCaRL").
 
-    When an experience ends, a client chooses exemplars of its classes by `herd`, on features of length 1 of its own
-    model (the server's, if it is not drawn for the last round); its ``max_size`` exemplars are shared equally by all
-    classes that it has seen, and those of earlier ones are cut from the end.
+    For an experience a client chooses exemplars of its classes by `herd`, on features of length 1 of its own model
+    after the last round that it trained in. Its ``max_size`` exemplars are shared equally by all classes that it has
+    trained on, and those of earlier classes are cut from the end.
 
     Prediction is by the nearest mean of exemplars, for the server as well, which never sees one: after its training
     each client sends, for each class, the sum of its exemplars' features and their number. The server adds up those of
@@ -195,11 +195,11 @@ class ICaRL(LwF):
         TypeError: If the samples are no pairs.
 
     Example:
-        >>> ICaRL(max_size=100).ends_undrawn
+        >>> ICaRL(max_size=100).accumulates
         True
     """
 
-    ends_undrawn: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"sums": ClassSums()}
 
     def __init__(
@@ -212,16 +212,16 @@ class ICaRL(LwF):
     def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return remembered_pairs(client.memory)
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        memory = client.memory
-        if client.part.drawn:
-            memory = super().end_round(client, own, data)
-        return memory | self._exemplars(client, own, data) if memory and client.part.last_round else memory
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
+        return client.memory | self._exemplars(client, own, data)
 
     def _exemplars(self, client: Client, own: State, data: Batch) -> Memory:
         x, y = finite_pairs(data)
+        old = tuple(part.to(x.device) for part in remembered_pairs(client.memory) or (x[:0], y[:0]))
+        if (added := remembered_pairs(client.result)) is not None:  # choose anew among these and the new samples
+            current = ~torch.isin(added[1], old[1].to(added[1].device))
+            x, y = (torch.cat([a[current].to(b.device), b]) for a, b in zip(added, (x, y), strict=True))
         features = F.normalize(embeddings(client.module, own, x)).to(x.device)
-        old = tuple(part.to(x.device) for part in self.rehearse(client) or (x[:0], y[:0]))
         classes, chosen = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]
         for label in classes:
             new, size = (y == label).nonzero()[:, 0], self.max_size // len(classes)

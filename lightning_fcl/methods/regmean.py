@@ -127,12 +127,12 @@ class LoRM(RegMean):
     A^T) (A (sum_k G_k) A^T)^+`` for B and that of `RegMean` for A, the authors' two. They take ``alpha=0`` for the
     body, 0.5 for the head; here it is one for both.
 
-    In the last round of an experience a client also sends ``G_k`` of the inputs of each layer that has an addition, by
-    its own model. With G_t, their sum, and W_t, the layer with its addition as the server has it then, the layer
-    becomes ``(sum_t W_t G_t) (sum_t G_t)^+`` over all experiences t so far, which is the same form of their additions,
-    and B is zero again. The authors' tasks all begin from the body as it was; here a task goes on from what those
-    before have come to, whose layers travel to clients in each round from then on, as they are no longer those of the
-    body that everybody has.
+    For an experience a client also uploads ``G_k`` of the inputs of each layer that has an addition, by its own model.
+    When the experience ends, with G_t, their sum, and W_t, the layer with its addition as the server has it then, the
+    layer becomes ``(sum_t W_t G_t) (sum_t G_t)^+`` over all experiences t so far, which is the same form of their
+    additions, and B is zero again. The authors' tasks all begin from the body as it was; here a task goes on from what
+    those before have come to, whose layers travel to clients in each round from then on, as they are no longer those of
+    the body that everybody has.
 
     Example:
         >>> LoRM(alpha=0.5).vectorizable
@@ -157,13 +157,12 @@ class LoRM(RegMean):
     def trains(self, client: Client) -> Pattern | None:
         return "!*.a.weight" if int(client.shared["turn"]) % 2 == 0 else "!*.b.weight"
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
-        sent = super().contribute(client, own, data)
-        if client.part.last_round:
-            names = {f"{name}.a": f"task.{name}" for name in _adapted(client.module)}
-            for name, rows in layer_inputs(client.module, names, own, finite_pairs(data)[0]):
-                gram = self._gram(rows)
-                sent[names[name]] += gram.lerp(gram.diagonal().diag(), 1 - self.alpha) if self.alpha else gram
+    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
+        names = {f"{name}.a": f"task.{name}" for name in _adapted(client.module)}
+        sent = {name: torch.zeros_like(client.shared[name]) for name in names.values()}
+        for name, rows in layer_inputs(client.module, names, own, finite_pairs(data)[0]):
+            gram = self._gram(rows)
+            sent[names[name]] += gram.lerp(gram.diagonal().diag(), 1 - self.alpha) if self.alpha else gram
         return sent
 
     def server_turn(self, server: Server) -> State:
@@ -172,7 +171,7 @@ class LoRM(RegMean):
         found = super().server_turn(server)
         now = {**server.state, **found}
         for name, layer in _adapted(server.module).items():
-            if not (gram := tasks[f"task.{name}"]).any():
+            if not (server.ends and (gram := tasks[f"task.{name}"]).any()):
                 continue
             a, b, body = (now[f"{name}.{part}.weight"] for part in ("a", "b", "layer"))
             weight = body.double() + layer.scale * b.double() @ a.double()

@@ -35,8 +35,8 @@ class DERpp(Method):
     what the client remembers, each anew in every step, with replacement; z' are the logits of the client's own model
     when x' came in. As in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
 
-    A client remembers a uniform choice of all samples that it has been offered (reservoir sampling): those of each
-    round once, after its local training, with the logits of the model that it has just trained.
+    A client keeps a uniform choice of all samples that it has trained on (reservoir sampling). Each sample is offered
+    once, after the client's first round with it, with the logits of the model that the client has just trained.
 
     Args:
         max_size: Samples that a client remembers, at least 1.
@@ -76,7 +76,9 @@ class DERpp(Method):
         return step.recalled_weight * (self.alpha * distance + self.beta * step.loss_of(second, y))
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        x, y = finite_pairs(data)
+        x, y = finite_pairs(client.new_samples(data))
+        if not len(y):
+            return client.memory
         lots = torch.rand(len(y), generator=client.generator).to(x.device)
         new = {"x": x, "y": y, "logits": predictions(client.module, own, x).to(x.device), "lot": lots}
         if client.memory:
@@ -89,13 +91,13 @@ class DERpp(Method):
 class ReFed(Method):
     """Every batch: joins remembered samples, those of greatest gradients (Re-Fed, Li et al. 2024, CVPR).
 
-    When an experience ends, a client takes `sample_importance` of its samples of the last round and of those that it
-    remembers, and keeps the ``max_size`` that matter most. For this a personal model ``v`` takes steps on them, each
-    drawn to the model that the client received; ``v`` begins where that is, goes on where the last experience left it,
-    and stays with the client, which sends what FedAvg sends.
+    For an experience a client computes `sample_importance` of its samples of the last round that it trained in and of
+    its replay samples, and keeps the ``max_size`` with the largest. For this a personal model ``v`` takes steps on
+    them, each of which is drawn to the model that the client received. ``v`` starts there, continues from the last
+    experience, and is client-local. The client uploads what FedAvg uploads.
 
-    In the paper this comes when the next experience begins, with the server's model after the last round. A client that
-    was not drawn for the last round chooses by that model, too. The defaults are this library's.
+    In the paper this comes when the next experience begins, with the server's model after the last round. The defaults
+    are this library's.
 
     Args:
         max_size: Samples that a client keeps, of all experiences together, at least 1.
@@ -114,7 +116,7 @@ class ReFed(Method):
     """
 
     needs: ClassVar[Needs] = Needs(samples=True, loss=True)
-    ends_undrawn: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = True
 
     max_size: int = argument(200, at_least, 1)
     iterations: int = argument(5, at_least, 1)
@@ -124,15 +126,14 @@ class ReFed(Method):
     def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return remembered_pairs(client.memory)
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        if not client.part.last_round:
-            return client.memory
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
         x, y = finite_pairs(data)
-        old = self.rehearse(client) or (x[:0], y[:0])
+        memory = client.result or client.memory
+        old = remembered_pairs(memory) or (x[:0], y[:0])
         x, y = (torch.cat([past.to(new.device), new]) for past, new in zip(old, (x, y), strict=True))
         if not len(y):
-            return client.memory
-        before = {name: value.to(own[name].device) for name, value in section(client.memory, "v").items()}
+            return memory
+        before = {name: value.to(own[name].device) for name, value in section(memory, "v").items()}
         importance, v = sample_importance(
             client.module, client.server, before, x, y, self.iterations, self.learning_rate, self.strength
         )
@@ -193,15 +194,16 @@ class FedCBDR(Method):
     """Every batch: joins remembered samples, chosen by their leverage among all clients' (FedCBDR, NeurIPS 2025).
 
     A sample's leverage is ``x^T (X^T X)^+ x`` of its features x among those X of all clients: what is rare among all
-    has more, wherever it is. In the last round of an experience a client sends ``X_k^T X_k`` of its features, by its
-    own model, and receives the sum; of its samples it keeps ``max_size`` times its share of all leverage, drawn without
-    replacement with probabilities that go by it, beside those of earlier experiences. What it keeps never travels.
+    has more, wherever it is. A client uploads ``X_k^T X_k`` of its features of an experience, by its own model, and
+    receives the sum over all clients when the experience ends. Of its samples it then keeps ``max_size`` times its
+    share of all leverage, beside those of earlier experiences. They are drawn without replacement, with probabilities
+    proportional to the leverage, and never leave the client.
 
     In the paper a client sends ``P_k X_k Q``, P_k and Q random and orthogonal, and the server draws. The scores are the
-    same, and ``X_k^T X_k`` up to a rotation is all that these hide. A client that is not drawn for the last round keeps
-    no samples of the experience. Logits of classes of earlier experiences and of others are divided by a temperature
-    each, and the cross-entropy of a sample is multiplied by a weight of either; where a temperature or a weight is not
-    1, the task's loss has to be cross-entropy. The paper has 0.9, 1.1, 1.1 and 0.9.
+    same, and ``X_k^T X_k`` up to a rotation is all that these hide. Logits of classes of earlier experiences and of
+    others are divided by a temperature each, and the cross-entropy of a sample is multiplied by a weight of either;
+    where a temperature or a weight is not 1, the task's loss has to be cross-entropy. The paper has 0.9, 1.1, 1.1 and
+    0.9.
 
     Args:
         max_size: Samples kept of an experience by all clients together, at least 1.
@@ -219,6 +221,7 @@ class FedCBDR(Method):
     """
 
     needs: ClassVar[Needs] = Needs(samples=True, logits=True, federation="no server adds up. Use the strategy")
+    accumulates: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"gram": SumOfSome()}
 
     max_size: int = argument(500, at_least, 1)
@@ -251,32 +254,34 @@ class FedCBDR(Method):
         weighted = torch.where(old[step.y], self.old_weight, self.new_weight) * _cross_entropy(scaled, step.y)
         return step.mean(weighted - _cross_entropy(step.output, step.y))
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
-        if not client.part.last_round:
-            return {}
+    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
         features = embeddings(client.module, own, finite_pairs(data)[0]).double()
         return {"gram": features.T @ features}
 
-    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        if client.missed or not (client.part.last_round and client.active):
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
+        if client.missed or not client.active:
             return client.memory
         x, y = finite_pairs(data)
-        return client.memory | remember({"x": x, "y": y, "features": embeddings(client.module, own, x)}, "new")
+        new = {"x": x, "y": y, "features": embeddings(client.module, own, x)}
+        earlier = section(client.result, "new")
+        new = {name: torch.cat([earlier[name], value]) if earlier else value for name, value in new.items()}
+        return client.memory | remember(new, "new")
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = federation_of(trainer)
         if federation is None or not (gram := federation.server.kept_for(self.section)["gram"]).any():
             return
-        server, rank = federation.server, int(torch.linalg.matrix_rank(gram, hermitian=True))
-        inverse = torch.linalg.pinv(gram, hermitian=True)
-        for part in federation.client_rounds(federation.round.number):
-            if not (part.last_round and part.client in server.record.trained and self.applies_to(part)):
+        server = federation.server
+        ended = [part for part in federation.ending_clients(federation.round.number) if self.applies_to(part)]
+        if not ended:
+            return
+        rank, inverse = int(torch.linalg.matrix_rank(gram, hermitian=True)), torch.linalg.pinv(gram, hermitian=True)
+        for part in ended:
+            memory = server.store.memory(part.client, self.section) if federation.hosts(part.client) else {}
+            new = section(memory, "new")
+            if not new:
                 continue
             server.record.download(part.client, gram.nbytes)
-            if not federation.hosts(part.client):
-                continue
-            memory = server.store.memory(part.client, self.section)
-            new = section(memory, "new")
             scores = leverage(new.pop("features"), inverse).cpu()
             size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
             generator = torch.Generator().manual_seed(seed_of(federation.seed, part.client, part.round, self.section))

@@ -7,7 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -24,7 +24,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.episodic import memory_size, with_task
+from lightning_fcl.methods.episodic import knows_task, memory_size, with_task
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.method import Method
 from lightning_fcl.randomness import seed_of
@@ -45,8 +45,11 @@ _SAMPLE = "sample."
 class Replay(Method):
     """Every batch: joins remembered samples, so that each is seen once per local epoch.
 
-    After a client's local training its buffer, one of Avalanche's, takes in the round's data; what a client remembers
-    never travels. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
+    After a client's local training each of its new samples is offered once to the client's buffer, one of Avalanche's.
+    Replay samples never leave the client. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
+
+    In a plain Trainer without a `FederatedStream` samples have no numbers: there ``update="round"`` offers the samples
+    of each epoch, and ``update="experience"`` those of the last epoch of a fit.
 
     Args:
         max_size: Samples kept: an int is their number, a float a share of the client's samples in the whole stream (of
@@ -54,8 +57,8 @@ class Replay(Method):
         policy: ``"reservoir"`` (reservoir sampling over all that passed), ``"class-balanced"`` (equal shares of each
             class seen), or ``"refresh"`` (a random choice of the task's new data replaces its earlier one, as in
             Usmanova et al. 2021, section 5.3).
-        update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``, so that none
-            comes in repeatedly where the rounds of an experience share their data.
+        update: When new samples join the replay samples: in the client's next ``"round"``, or when the client enters a
+            later ``"experience"``, so that no sample of the current experience is replayed.
         repeat: Whether the remembered samples are repeated until they are as many as the buffer has been offered: the
             past weighs as if nothing had been dropped. For ``"reservoir"`` only.
         base: Whether every client's buffer begins with the samples of the stream's base session.
@@ -73,6 +76,7 @@ class Replay(Method):
     """
 
     needs: ClassVar[Needs] = Needs(dicts=True)
+    accumulates: ClassVar[bool] = True
 
     max_size: int | float = argument(200, memory_size)  # jsonargparse takes the first type that fits
     policy: Policy = argument("class-balanced", one_of, get_args(Policy))
@@ -115,7 +119,9 @@ class Replay(Method):
                 part = ClientRound(name, round=0, stream_samples=stream.plan.samples_of(name))
                 generator = torch.Generator().manual_seed(seed_of(federation.seed, name, "base session"))
                 client = Client(part=part, module=pl_module, federation=federation, generator=generator)
-                federation.server.store.remember(name, self.section, self.end_round(client, entries(pl_module), data))
+                federation.server.store.remember(
+                    name, self.section, self._updated({}, client, entries(pl_module), data)
+                )
 
     def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
         memory = client.memory
@@ -142,19 +148,36 @@ class Replay(Method):
         return max(1, round(self.max_size * part.stream_samples))
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        part = client.part
-        if self.update == "experience" and not part.last_round:
+        if self.update == "experience":
             return client.memory
-        samples = _entries(data)
+        if client.history is not None and not client.history.new.all():
+            labels, new = client.part.labels, client.history.new
+            client.part = replace(client.part, labels=labels[new] if len(labels) == len(new) else labels)
+        return self._updated(client.memory, client, own, client.new_samples(data))
+
+    def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
+        if self.update == "round":
+            return client.memory
+        return self._updated(client.result or client.memory, client, own, data)
+
+    def _updated(self, memory: Memory, client: Client, own: State, data: Batch) -> Memory:
+        """Return the replay samples ``memory`` after some samples have been offered."""
+        part, samples = client.part, _entries(data)
         first = next(iter(samples.values()))
+        if not len(first):
+            return memory
         device, size = first.device, self._size(part)
-        memory = {name: value.to(device) for name, value in client.memory.items()}
+        memory = {name: value.to(device) for name, value in memory.items()}
         new = {**samples}
         labels = part.labels if len(part.labels) == len(first) else samples.get("y", first)
         if not _are_classes(samples.get("y")):
             new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
         if self.buffer is None and self.policy == "refresh":
-            chosen = torch.randperm(len(first), generator=client.generator)[:size]
+            if knows_task(memory, part.experience):  # choose anew among these and the new samples
+                of_task = memory["task"] == part.experience
+                new = {name: torch.cat([memory[name][of_task], value]) for name, value in new.items()}
+            number = len(next(iter(new.values())))
+            chosen = torch.randperm(number, generator=client.generator)[:size]
             return with_task(memory, {name: value[chosen] for name, value in new.items()}, part.experience)
         new["task"] = torch.full((len(first),), part.experience, device=device)
         seen = len(first) + (int(memory["seen"]) if memory else 0)

@@ -114,14 +114,18 @@ class TARGET(Method):
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         return {}  # it comes anew in each round
 
-    def contribute(self, client: Client, own: State, data: Batch) -> State:
+    def contribute_experience(self, client: Client, own: State, data: Batch) -> State:
         part, ended = client.part, client.shared.get("ended")
-        if ended is None or not part.last_round:
+        if ended is None:
             return {}
-        return {"ended": with_classes(ended, torch.tensor(part.old_classes + part.new_classes, dtype=torch.long))}
+        return {
+            "ended": with_classes(
+                torch.zeros_like(ended), torch.tensor(part.old_classes + part.new_classes, dtype=torch.long)
+            )
+        }
 
     def server_turn(self, server: Server) -> State:
-        if not (self._makes and server.kept["ended"].any()):
+        if not (self._makes and server.ends and server.kept["ended"].any()):
             return {}
         with isolate_rng():
             torch.manual_seed(server.generator.initial_seed())

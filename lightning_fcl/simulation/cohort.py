@@ -16,11 +16,12 @@ from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, num
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import epochs_of, rehearsed_by
-from lightning_fcl.methods.declaration import Declaration, client_of
+from lightning_fcl.methods.declaration import Declaration, client_of, tracks_rounds
+from lightning_fcl.simulation.experience import history_of
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
@@ -59,6 +60,7 @@ class Cohort:
         self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, StepTrainer)
         self.clients = clients
         self.received: Sequence[State] = ()  # what each has received at the start of the round
+        self.kept: Sequence[ClientState] = ()  # each client's state before the round
         self.step = 0  # of the batch at hand
         self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (active, batch)
         self._rows = [self._stream.plan.train[clients.round][client] for client in clients.clients]
@@ -110,6 +112,8 @@ class Cohort:
         client = client_of(method, self._module, memory, self.received[row], self.clients[row])
         batches = int(np.count_nonzero(self._lengths[row]))
         client.steps = -(-batches // self._every)
+        if tracks_rounds(method):
+            client.history = history_of(self._stream, self.clients[row], self.kept[row])
         return client
 
     def requests(self) -> Iterator[Request]:

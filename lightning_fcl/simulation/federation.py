@@ -17,7 +17,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import State, declare, entries, load_entries, reductions_of
-from lightning_fcl.federation.client_store import own_entries
+from lightning_fcl.federation.client_store import ClientState, enter_round, own_entries
 from lightning_fcl.federation.local_training import LocalTrainer
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import need_federation
@@ -103,6 +103,12 @@ class Federation:
         unavailable = self.participation.unavailable(round)
         return [self.stream.client_round(c, round) for c in self.stream.plan.train[round] if c not in unavailable]
 
+    def ending_clients(self, round: int) -> list[ClientRound]:
+        """Return the clients whose experience ends with a round, with or without samples in it, in the plan's order."""
+        unavailable = self.participation.unavailable(round)
+        parts = [self.stream.client_round(c, round) for c in self.stream.plan.clients if c not in unavailable]
+        return [part for part in parts if part.last_round]
+
     def client_state(self, client: str, server: State | None = None) -> State:
         """The state that a client predicts with: the server's with its own entries, made personal by its methods.
 
@@ -125,7 +131,12 @@ class Federation:
 
     def client_before(self, method: Declaration, part: ClientRound) -> Client:
         """A client before a round, as a method sees it: it has received nothing."""
-        return client_of(method, self.module, self.server.store.memory(part.client, method.section), part=part)
+        memory = self.kept_at(part, self.server.store[part.client]).get(method.section, {})
+        return client_of(method, self.module, memory, part=part)
+
+    def kept_at(self, part: ClientRound, kept: ClientState) -> ClientState:
+        """Return a client's state at the start of a round, from what it keeps."""
+        return enter_round(kept, part.experience, self.server.accepted.get(part.client, -1))
 
 
 def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:

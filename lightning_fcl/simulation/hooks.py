@@ -25,6 +25,7 @@ from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of, leave_out_objects
+from lightning_fcl.simulation.experience import finish_stopped
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_monitors, require_begun
 
@@ -250,6 +251,8 @@ class FitHooks(Callback):
         self._undo_progress = None
         self._forget_logs()
         self._hide_left()
+        if trainer.current_epoch < (trainer.max_epochs or 0):
+            finish_stopped(self.federation, trainer.current_epoch)
         if self.federation.placement is not None:
             self.federation.placement.complete()
 

@@ -15,7 +15,7 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State, load_entries
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.client_store import PROGRESS, SENT, WITHIN, ClientState, Memory, has_result, with_progress
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import ListensToClients, LooksAtClients
@@ -23,9 +23,20 @@ from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack
-from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.experience import (
+    finish_experience,
+    history_of,
+    next_round,
+    note_result,
+    result_of,
+    returns,
+    sections_of,
+    share_of,
+)
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
 
@@ -49,9 +60,10 @@ class Round:
         cohorts: The clients that train in this process, some at a time.
         work: All that is done in the round once it has begun. It yields the batches, and None where there are none:
             after each cohort but the last one, for `resume`, and in place of cohorts.
+        looks_ahead: Whether a result for an experience is left to the client's next round if that is sure to come.
     """
 
-    def __init__(self, federation: Federation, cohorts: Iterable[Cohort], work: Work) -> None:
+    def __init__(self, federation: Federation, cohorts: Iterable[Cohort], work: Work, looks_ahead: bool = True) -> None:
         self.federation = federation
         self.number = current_round(federation.module.trainer)
         self.cohorts = deque(cohorts)  # those that are yet to train
@@ -60,7 +72,8 @@ class Round:
         before = federation.strategy.round
         self.loose: LooseState | None = before.loose if before is not None else None
         self.steps_before = 0  # the Trainer's, when the round began
-        self._work = work
+        self._work, self._looks_ahead = work, looks_ahead
+        self._shares: dict[tuple[str, str], Memory] = {}  # by client and method: see `share_of`
         self._listeners: list[ListensToClients] = []
         self._watched = False  # whether one of them looks at clients' states
         self._read: Iterator[Any] | None = None  # what comes for the cohorts' requests; None: samples are in memory
@@ -159,21 +172,26 @@ class Round:
         federation, clients, device = self.federation, cohort.clients, self.federation.module.device
         self.placement.begin()
         start_randomness(federation.seed, *clients.clients, self.number)
-        states, kept = federation.server.download(clients.clients)
+        states, before = federation.server.download(clients.clients)
+        kept = [federation.kept_at(part, own) if own else own for part, own in zip(clients, before, strict=True)]
         memories: list[Sequence[Memory]] = [()] * len(clients)
         if federation.methods:
             memories = [
-                [
-                    _moved(m.on_download(client_of(m, federation.module, own.get(m.section, {}), state, part)), device)
-                    for m in federation.methods
-                ]
+                [_moved(m.on_download(self._beginning(m, part, state, own)), device) for m in federation.methods]
                 for part, state, own in zip(clients, states, kept, strict=True)
             ]
         federation.strategy.local_steps.begin(federation.optimizers)
         if self.loose is not None:
             self.loose.put_back()
-        cohort.received = states
+        cohort.received, cohort.kept = states, before
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
+
+    def _beginning(self, method: Declaration, part: ClientRound, state: State, kept: ClientState) -> Client:
+        """Return a client that has received a state, as a method sees it."""
+        client = client_of(method, self.federation.module, kept.get(method.section, {}), state, part)
+        if tracks_rounds(method):
+            client.history = history_of(self.federation.stream, part, kept)
+        return client
 
     def upload(self, cohort: Cohort, send: Send) -> None:
         """Step 3: each client sends its state, and keeps what stays with it."""
@@ -190,6 +208,7 @@ class Round:
             return  # nothing stays with the clients, and nobody listens
         for row, client in enumerate(clients):
             if not arrived[row]:
+                self._keep_dropped(cohort, row)
                 continue
             if keeping:
                 self._end_client(cohort, trained, row, missed[row])
@@ -221,23 +240,73 @@ class Round:
             for row, part in enumerate(cohort.clients):
                 if not method.applies_to(part):
                     continue
-                client = cohort.ended(method, row, trained.memories[row][i])
-                if given := method.contribute(client, trained.state(row), cohort.data(method, row)):
+                client, state = cohort.ended(method, row, trained.memories[row][i]), trained.state(row)
+                given = method.contribute(client, state, cohort.data(method, row))
+                if overrides(method, "contribute_experience"):
+                    given = {**given, **self._share(cohort, method, row, client, state)}
+                if given:
                     rows[row] = {n: v.to(federation.module.device) for n, v in {**nothing, **given}.items()}
             sent |= {f"{method.section}.{n}": value for n, value in stack(rows).items()}
         return sent
 
     def _end_client(self, cohort: Cohort, trained: Trained, row: int, missed: bool) -> None:
         """Keep what stays with a client."""
-        state, kept, part = trained.state(row), {}, cohort.clients[row]
+        state, part = trained.state(row), cohort.clients[row]
+        kept: ClientState = {}
         for method, memory in zip(self.federation.methods, trained.memories[row], strict=True):
             if remembers(method, part):
-                client = cohort.ended(method, row, memory)
-                client.missed = missed
-                kept[method.section] = method.end_round(client, state, cohort.data(method, row))
+                kept |= self._end_method(cohort, method, row, memory, state, missed)
+        if any(map(tracks_rounds, self.federation.methods)):
+            kept[PROGRESS] = with_progress(cohort.kept[row], part.round, part.experience)
+            for method in self.federation.methods:
+                if method.section + WITHIN in kept:
+                    note_result(kept, method)
         if trained.optimizer is not None:
             kept["optimizer"] = trained.optimizer
         self.federation.server.keep(part.client, state, kept, missed)
+
+    def _end_method(
+        self, cohort: Cohort, method: Declaration, row: int, memory: Memory, state: State, missed: bool
+    ) -> ClientState:
+        """Return the sections that a client keeps for a method."""
+        client, data, part = cohort.ended(method, row, memory), cohort.data(method, row), cohort.clients[row]
+        client.missed, client.may_end = missed, not self._returns(part, method.accumulates)
+        memory, result = method.end_round(client, state, data), None
+        before = self.federation.kept_at(part, cohort.kept[row])
+        if overrides(method, "end_experience") and client.may_end:
+            client.memory = memory
+            earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
+            result = result_of(method, client, state, data, earlier)
+        share = self._shares.pop((part.client, method.section), None)
+        return sections_of(method, memory, result, share, before)
+
+    def _returns(self, part: ClientRound, accumulates: bool) -> bool:
+        """Return whether the client's next round is sure to replace a result for the experience."""
+        federation = self.federation
+        rounds = federation.module.trainer.max_epochs or 0
+        return self._looks_ahead and returns(federation.stream, federation.participation, part, rounds, accumulates)
+
+    def _share(self, cohort: Cohort, method: Declaration, row: int, client: Client, state: State) -> State:
+        """Return what a client uploads to the sums of its experience."""
+        federation, part = self.federation, cohort.clients[row]
+        rounds = federation.stream.plan.rounds  # the same for a fit that ends earlier and is resumed
+        if returns(federation.stream, federation.participation, part, rounds, accumulates=True):
+            return {}
+        earlier = federation.kept_at(part, cohort.kept[row]).get(method.section + SENT, {})
+        found = share_of(method, client, state, cohort.data(method, row), earlier)
+        if found is None:
+            return {}
+        if next_round(federation.stream, part, rounds) is not None:
+            self._shares[part.client, method.section] = found[1]
+        return found[0]
+
+    def _keep_dropped(self, cohort: Cohort, row: int) -> None:
+        """Let a client whose upload is dropped keep the experience, if a result was left to this round."""
+        federation, part = self.federation, cohort.clients[row]
+        if self._looks_ahead and next_round(federation.stream, part, federation.module.trainer.max_epochs or 0) is None:
+            found = finish_experience(federation, part, cohort.kept[row], cohort.received[row])
+            if found is not None:
+                federation.server.store[part.client] = found
 
 
 def _moved(memory: Memory, device: torch.device) -> Memory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import State, entries, frozen_parameters, load_entries, reductions_of, resolve
-from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.protocol import ListensToRounds, SolvesAtServer
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Deployment
 from lightning_fcl.federation.wire import DIVERGED, Compression
 from lightning_fcl.methods.client import Server
-from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
+from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.cohort import planned
@@ -137,13 +135,11 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
         federation.module.on_after_aggregation()
     if record.trained:
         _take_turns(round, begun)
+    if any(overrides(method, "contribute_experience") for method in federation.methods):
+        federation.server.accepted |= dict.fromkeys(record.trained, round.number)
     round.done = True
     record.skipped = [*skipped]
     federation.participation.elect(record, federation.stream.plan.clients)
-    done = {*record.trained, *record.missed, *record.dropped, *record.skipped}
-    for method in federation.methods:
-        if method.ends_undrawn:
-            _end_undrawn(round, method, done)
     for listener in methods_first(federation):
         if isinstance(listener, ListensToRounds):
             listener.on_round_end(federation.module.trainer, federation.module)
@@ -156,36 +152,21 @@ def _take_turns(round: Round, begun: State) -> None:
     """What methods make of the server, one after the other."""
     federation, server, state = round.federation, round.federation.server, entries(round.federation.module)
     share = len(server.record.trained) / len(federation.stream.plan.clients)
+    ends = _ends(federation, round.number)
     for method in federation.methods:
         if overrides(method, "server_turn"):
             draws = torch.Generator().manual_seed(seed_of(federation.seed, method.section, round.number))
             kept = server.kept_for(method.section)
-            turn = Server(begun, state, kept, share, federation.module, draws)
+            turn = Server(begun, state, kept, share, federation.module, draws, ends)
             for name, value in method.server_turn(turn).items():
                 state[name].copy_(value)
             server.extra.update({f"{method.section}.{name}": value for name, value in kept.items()})
 
 
-def _end_undrawn(round: Round, method: Declaration, done: Collection[str]) -> None:
-    """End the experiences that end with this round, for clients that were not drawn for it."""
-    federation = round.federation
-    for client in federation.client_rounds(round.number):
-        if client.client in done or not (client.last_round and remembers(method, client)):
-            continue
-        if not federation.hosts(client.client):
-            continue
-        data = (
-            federation.stream.client_samples(client.client, client.round, federation.seed)
-            if method.needs.samples
-            else None
-        )
-        own = {
-            **entries(federation.module),
-            **own_entries(federation.server.store[client.client], federation.module.device),
-        }
-        memory = federation.server.store.memory(client.client, method.section)
-        undrawn = client_of(method, federation.module, memory, own, replace(client, drawn=False))
-        federation.server.store.remember(client.client, method.section, method.end_round(undrawn, own, data))
+def _ends(federation: Federation, number: int) -> bool:
+    """Return whether the experience of some client ends with a round."""
+    plan = federation.stream.plan
+    return number + 1 == plan.rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())
 
 
 def _check_usable(federation: Federation, number: int) -> None:
