@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -113,7 +113,15 @@ class Client:
 
         In a plain Trainer without a `FederatedStream`, whose samples have no numbers, all samples of an epoch are new.
         """
-        return data if self.history is None else chosen_samples(data, self.history.new)
+        return data if self.history is None else self.selected(data, self.history.new)
+
+    def selected(self, data: Batch, chosen: Tensor) -> Batch:
+        """Return the samples of the round for which ``chosen``, shape (n,), is true; ``part`` gets their labels."""
+        if bool(chosen.all()):
+            return data
+        if self._part is not None and len(self._part.labels) == len(chosen):
+            self._part = replace(self._part, labels=self._part.labels[chosen])
+        return some_of(data, chosen.nonzero()[:, 0])
 
     @property
     def generator(self) -> torch.Generator:
@@ -248,11 +256,6 @@ def without_call(module: nn.Module) -> str:
     return (
         f"Expected `{type(module).__name__}.training_step` to call `self(x)`, whose output `%s` needs, but it did not."
     )
-
-
-def chosen_samples(data: Batch, chosen: Tensor) -> Batch:
-    """Return the samples of a nest of stacked samples for which ``chosen``, shape (n,), is true."""
-    return data if bool(chosen.all()) else some_of(data, chosen.nonzero()[:, 0])
 
 
 def is_labelled(batch: Batch) -> bool:

@@ -25,7 +25,7 @@ from lightning_fcl.federation.aggregation import Aggregator, declare, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
-from lightning_fcl.methods.client import Client, Step, chosen_samples, is_labelled, without_call
+from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
 from lightning_fcl.methods.functional import (
@@ -305,7 +305,7 @@ class MethodDriver(Callback):
         if method.accumulates and history is not None:
             covers = history.covers_experience
             client.result = {} if covers else self._results.get(method.section, {})
-            data = chosen_samples(data, history.new_in_experience if covers else history.new)
+            data = client.selected(data, history.new_in_experience if covers else history.new)
         return method.end_experience(client, entries(client.module), data)
 
     def _history(self, trainer: L.Trainer) -> SampleHistory | None:

@@ -7,7 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -24,7 +24,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Needs
-from lightning_fcl.methods.episodic import knows_task, memory_size, with_task
+from lightning_fcl.methods.episodic import knows_task, memory_size, with_task, without_task
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.method import Method
 from lightning_fcl.randomness import seed_of
@@ -150,10 +150,13 @@ class Replay(Method):
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         if self.update == "experience":
             return client.memory
-        if client.history is not None and not client.history.new.all():
-            labels, new = client.part.labels, client.history.new
-            client.part = replace(client.part, labels=labels[new] if len(labels) == len(new) else labels)
-        return self._updated(client.memory, client, own, client.new_samples(data))
+        history, memory = client.history, client.memory
+        anew = self.buffer is None and self.policy == "refresh" and (history is None or history.covers_experience)
+        if anew:
+            memory = without_task(memory, client.part.experience)
+        if history is not None:
+            data = client.selected(data, history.new_in_experience if anew else history.new)
+        return self._updated(memory, client, own, data)
 
     def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
         if self.update == "round":

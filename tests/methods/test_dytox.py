@@ -384,7 +384,7 @@ def test_who_does_not_use_it_ends_no_task(fit):
     federation = trainer.strategy.server
     (drawn,) = federation.record.trained
     assert all(stream.client_round(client, 0).balanced for client in stream.plan.clients)
-    assert not any(federation.store[client]["DyToxTraining"] for client in {"0", "1", "2"} - {drawn})
+    assert not any(federation.store[client] for client in {"0", "1", "2"} - {drawn})
 
 
 @pytest.mark.seconds
@@ -451,4 +451,4 @@ def test_what_it_cannot_work_with(fit, train):
     with pytest.raises(ValueError, match="Expected one `DyTox` in the module for `DyToxTraining` but got 0"):
         fit(Classifier(MLP([192, 6]), 6), incremental(), [DyToxTraining()])
     with pytest.raises(RuntimeError, match="Expected a client of a Trainer"):
-        DyToxTraining(0).end_round(Client({}, part=ClientRound("a", 0), generator=torch.Generator()), {}, None)
+        DyToxTraining(0).end_experience(Client({}, part=ClientRound("a", 0), generator=torch.Generator()), {}, None)

@@ -102,11 +102,16 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
         torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in by_hand]))
 
 
-def test_clients_that_were_not_drawn_keep_weights_too(fit):
+def test_clients_that_trained_keep_weights(fit):
     stream = make_stream(clients=3, batch_size=16)
     trainer = fit(make_task(), stream, [FedKNOW(rho=0.3)], participation=1, reductions=OWN, max_epochs=2)
-    for client in stream.plan.clients:
-        memory = trainer.strategy.server.store[client]["FedKNOW"]
+    drawn_in = trainer.strategy.federation.participation.drawn
+    drawn = {client for round in range(2) for client in drawn_in(stream.plan, round)}
+        client for round in range(2) for client in trainer.strategy.federation.participation.drawn(stream.plan, round)
+    }
+    assert {client for client in stream.plan.clients if trainer.strategy.server.store[client]} == drawn
+    for client in drawn:
+        memory = trainer.strategy.server.store.memory(client, "FedKNOW")
         owner = section(memory, "owner")["model.body.0.weight"]
         assert (owner == 1).sum() == 9 and memory["block0"].tolist() == list(stream.plan.classes_of_task(client, 0))
         assert not any(name.startswith("body.") for name in memory)

@@ -243,24 +243,6 @@ def test_avalanche_s_buffers_take_it_as_a_selection_strategy(samples):
     assert {tuple(sample[0].tolist()) for sample in buffer.buffer} == expected and len(expected) == 8
 
 
-def test_clients_that_were_not_drawn_remember(fit):
-    stream = make_stream(clients=4, tasks=2, rounds=2, batch_size=16)
-    task = make_task()
-    trainer = fit(task, stream, [FedViT(rho=0.1)], participation=1, reductions=OWN, max_epochs=2)
-    drawn = set(trainer.strategy.server.record.upload_bytes)
-    assert len(drawn) == 1
-    for client in set(stream.plan.clients) - drawn:
-        kept = trainer.strategy.server.store[client]
-        memory, (x, y) = kept["FedViT"], stream.take(stream.plan.train[1][client])
-        own = copy.deepcopy(task)
-        own.load_state_dict({**task.state_dict(), **kept.get("model", {})})
-        block = stream.client_round(client, 1).task_classes
-        logits = own(x)[:, block]
-        loss = F.cross_entropy(logits, torch.searchsorted(torch.tensor(block), y), reduction="none")
-        expected = sorted(r for c in y.unique() for r in best(loss, y, c, 0.1))
-        assert torch.equal(memory["x"], x[expected]) and set(memory) == {"x", "y", "task"}
-
-
 def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     gradients = {0: torch.tensor([9.0, -9.0]), 1: torch.tensor([1.0, 1.1]), 2: torch.tensor([-5.0, 0.0])}
     taken, projected = [], []

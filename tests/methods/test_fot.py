@@ -101,7 +101,7 @@ def test_a_client_sends_nothing_of_what_the_basis_holds(make_task):
     client = Client(
         {}, {f"FOT.{part}.{name}": v for part, v in server.items()}, ClientRound("a", 0), task, section="FOT"
     )
-    sent = FOT().contribute(client, task.state_dict(), (x, torch.zeros(40).long()))
+    sent = FOT().contribute_experience(client, task.state_dict(), (x, torch.zeros(40).long()))
     rows = input_rows(task.get_submodule(name), x)
     outside = rows - rows @ basis @ basis.T
     sketch = sent[f"sketch.{name}"]

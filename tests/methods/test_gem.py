@@ -90,12 +90,16 @@ def data(labels, first=0):
     return [torch.arange(first, first + len(y)).float()[:, None], y]
 
 
+def client_in(memory=None, round=0, experience=0):
+    return Client(memory or {}, {}, ClientRound("a", round, experience))
+
+
 def test_a_task_keeps_the_samples_of_its_newest_round():
     memory, rng = {}, generator()
     for round, (experience, part) in enumerate(
         [(0, data([0, 1] * 10)), (0, data([0, 1] * 10, 20)), (2, data([2] * 40, 40))]
     ):
-        memory = remember_task(memory, part, ClientRound("a", round, experience), 0.1, rng)
+        memory = remember_task(client_in(memory, round, experience), part, 0.1, rng)
     assert memory["task"].tolist() == [0, 0, 2, 2, 2, 2] and memory["y"].tolist() == [0, 1, 2, 2, 2, 2]
     assert all(20 <= x < 40 for x in memory["x"][:2, 0]) and all(40 <= x < 80 for x in memory["x"][2:, 0])
     (x, y), *others = past_tasks(Client(memory, {}, ClientRound("a", 2, experience=2)))
@@ -106,7 +110,7 @@ def test_a_task_keeps_the_samples_of_its_newest_round():
 
 def test_number_and_share():
     for size, kept in ((1, 1), (1.0, 20), (0.25, 5), (0.001, 1), (7, 7), (100, 20)):
-        assert len(remember_task({}, data([0] * 20), ClientRound("a", 0), size, generator())["y"]) == kept
+        assert len(remember_task(client_in(), data([0] * 20), size, generator())["y"]) == kept
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -114,24 +118,27 @@ def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
     x, y = torch.randn(9, 2, 3), torch.arange(9)
     assert all(left is right for left, right in zip(finite_pairs([x, y]), (x, y), strict=True)) and not caplog.records
     x[4, 1, 2] = x[7, 0, 0] = number
-    memory = remember_task({}, [x, y], ClientRound("a", 0), 1.0, generator())
+    memory = remember_task(client_in(), [x, y], 1.0, generator())
     assert memory["y"].tolist() == [0, 1, 2, 3, 5, 6, 8] and torch.equal(memory["x"], x[memory["y"]])
     assert caplog.messages == ["2 of 9 samples have numbers that are not finite: they are not remembered."]
 
 
 @pytest.mark.parametrize("participation", [1.0, 1])
-def test_every_client_remembers_every_task_of_its_own(fit, make_stream, make_task, participation):
+def test_every_client_keeps_samples_of_every_task_that_it_trained_on(fit, make_stream, make_task, participation):
     owners = np.array(["a", "b", "c"])[np.arange(240) // 4 % 3]
     stream = make_stream(client=owners, rounds_per_experience=2)
     trainer = fit(make_task(), stream, [GEM(0.2)], participation=participation)
+    drawn = trainer.strategy.federation.participation.drawn
     for client in "abc":
-        memory = trainer.strategy.server.store[client]["GEM"]
-        for last in (1, 3):
-            client_round = stream.client_round(client, last)
+        memory = trainer.strategy.server.store.memory(client, "GEM")
+        trained = [round for round in range(4) if client in drawn(stream.plan, round)]
+        assert set(memory.get("task", torch.zeros(0)).tolist()) == {round // 2 for round in trained}
+        for round in trained:
+            client_round = stream.client_round(client, round)
             expected = [count / 5 for count in client_round.labels.bincount(minlength=4).tolist()]
             kept = memory["y"][memory["task"] == client_round.experience].bincount(minlength=4).tolist()
             assert all(abs(left - right) < 1 for left, right in zip(kept, expected, strict=True))
-            assert sum(kept) == round(client_round.samples / 5)
+            assert sum(kept) == int(0.5 + client_round.samples / 5)
 
 
 def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
@@ -162,7 +169,7 @@ def test_one_task_is_the_closed_form_before_any_clipping(
 
 
 def test_a_gem_draws_its_reference():
-    memory = remember_task({}, data([0] * 50), ClientRound("a", 0), 1.0, generator())
+    memory = remember_task(client_in(), data([0] * 50), 1.0, generator())
     client, drawn = Client(memory, {}, ClientRound("a", 1, experience=1)), []
 
     def gradient_of(x, y):
@@ -269,4 +276,4 @@ def test_goes_with_a_penalty(make_task, samples, train, assert_same):
 
 def test_what_are_no_pairs_is_not_remembered():
     with pytest.raises(TypeError, match=r"Expected samples `\[x, y\]` to remember but got 3 parts"):
-        remember_task({}, [1, 2, 3], ClientRound("a", 0), 1, generator())
+        remember_task(client_in(), [1, 2, 3], 1, generator())

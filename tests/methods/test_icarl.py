@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import ICaRL, LwF, Replay
-from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.prototypes import herd
 from lightning_fcl.models import MLP
@@ -114,12 +112,3 @@ def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, coh
         right += int(np.argmin([np.linalg.norm(unit(sample) - mean) for mean in means])) == label
     (measured,) = trainer.test(task, datamodule=stream, verbose=False)
     assert measured["test/accuracy"] == pytest.approx(right / len(y))
-
-
-def test_a_client_that_was_not_drawn_chooses_exemplars_if_it_has_taken_part(make_task, samples):
-    method, task = ICaRL(4), make_task()
-    undrawn, data = ClientRound("a", 1, labels=samples()[1], num_classes=4, drawn=False), list(samples())
-    assert method.end_round(Client({}, part=undrawn, module=task), task.state_dict(), data) == {}
-    memory = method.on_download(Client({}, dict(task.state_dict()), ClientRound("a", 0, num_classes=4)))
-    ended = method.end_round(Client(memory, part=undrawn, module=task), task.state_dict(), data)
-    assert len(ended["y"]) == 4 and not ended["seen"].any()

@@ -16,7 +16,6 @@ from lightning_fcl import callbacks as library
 from lightning_fcl.callbacks import AGEM, APFL, BCN, EWC, GEM, FedKNOW, FedProx, FedViT, FLwF2T, LVTMethod, LwF, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models import MLP
 
@@ -132,7 +131,8 @@ def test_without_weight_it_is_fedavg(fit, make_stream, make_task, assert_same, n
     trainer = fit(tasks[1], make_stream(rounds_per_experience=2), [WITHOUT_WEIGHT[name]()], **options)
     assert_same(*tasks, 0 if cohort_size == 1 else 1e-6)
     if name in ("FedDyn", "LVT", "MOON"):
-        assert not any(trainer.strategy.server.store["0"].values()) and not trainer.strategy.server.extra
+        kept = {name for name, memory in trainer.strategy.server.store["0"].items() if memory}
+        assert kept <= {"progress"} and not trainer.strategy.server.extra
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -263,42 +263,6 @@ def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
         client_rounds = []
         fit(make_task(), make_stream(clients=1, rounds_per_experience=2), [Turns()], strategy=strategy)
         assert client_rounds == [(when, *client_round) for client_round in expected for when in ("begin", "end")]
-
-
-@pytest.mark.parametrize(
-    ("users", "left", "options"),
-    [
-        ("0123", "", {"participation": 1}),
-        ("02", "", {"participation": 1}),
-        ("0123", "", {"swarm": Swarm(missing={"1": [1, 3]})}),
-        ("0123", "2", {"swarm": Swarm(leaves={"2": 1})}),
-        ("013", "2", {"swarm": Swarm(leaves={"2": 1}), "participation": 1}),
-    ],
-)
-def test_experiences_end_for_clients_that_were_not_drawn(fit, make_stream, make_task, users, left, options):
-    class Ends(Method):
-        ends_undrawn = True
-
-        def end_round(self, client, own, data):
-            if client.part.drawn:
-                return client.memory
-            ended.setdefault(client.part.round, []).append(client.part.client)
-            return client.memory
-
-    class Log(Callback):
-        def on_round_end(self, trainer, pl_module):
-            log = trainer.strategy.server.record
-            done.append({*log.trained, *log.missed, *log.dropped})
-            dropped.append(set(log.dropped))
-
-    stream, ended, done, dropped = make_stream(clients=4, rounds_per_experience=2), {}, [], []
-    stream.setup("fit")
-    stream.samples.x[torch.from_numpy(stream.plan.train[0]["3"])] = float("nan")
-    fit(make_task(), stream, [Ends(list(users)), Log()], seed=3, on_unusable_round="warn", **options)
-    assert dropped == [done_now & {"3"} if round < 2 else set() for round, done_now in enumerate(done)]
-    for round, done_now in enumerate(done):
-        expected = set(users) - set(left) - done_now if round % 2 else set()
-        assert sorted(ended.get(round, [])) == sorted(expected)
 
 
 def test_gradients_at_another_state_and_of_another_loss(make_task, samples, train):

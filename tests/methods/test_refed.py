@@ -99,21 +99,15 @@ def test_clients_keep_what_matters_most_among_old_and_new(fit, make_stream, line
     assert len(sent) == 1  # FedAvg's
 
 
-def test_who_is_not_drawn_for_the_last_round_chooses_too(fit, make_stream, make_task):
-    trainer = fit(make_task(), make_stream(clients=4), [ReFed(5)], participation=1, max_epochs=1)
-    store = trainer.strategy.server.store
-    assert [len(store.memory(client, "ReFed")["y"]) for client in "0123"] == [5] * 4
-
-
 def test_what_is_no_number_is_not_kept(make_task, samples):
     task, (x, y) = make_task(), samples()
     w = dict(task.state_dict())
     x[3], method = float("nan"), ReFed(100)
-    memory = method.end_round(Client(server=w, part=ClientRound("a", 0), module=task), w, (x, y))
+    memory = method.end_experience(Client(server=w, part=ClientRound("a", 0), module=task), w, (x, y))
     assert len(memory["y"]) == len(y) - 1 and all(torch.isfinite(value).all() for value in memory.values())
     for nothing in ((x[3:4], y[3:4]), (x[:0], y[:0])):
-        assert method.end_round(Client(server=w, part=ClientRound("a", 0), module=task), w, nothing) == {}
-    again = method.end_round(Client(memory, w, ClientRound("a", 1), task), w, (x[3:4], y[3:4]))
+        assert method.end_experience(Client(server=w, part=ClientRound("a", 0), module=task), w, nothing) == {}
+    again = method.end_experience(Client(memory, w, ClientRound("a", 1), task), w, (x[3:4], y[3:4]))
     assert torch.equal(again["x"], memory["x"]) and torch.equal(again["y"], memory["y"])
 
 

@@ -34,7 +34,8 @@ def learn(method, parts, seed=0, experiences=None):
     for round, part in enumerate(parts):
         experience = round if experiences is None else experiences[round]
         client = Client(memory, part=ClientRound("a", round, experience), module=module, generator=rng)
-        memory = method.end_round(client, module.state_dict(), part)
+        ends = method.end_round if method.update == "round" else method.end_experience
+        memory = ends(client, module.state_dict(), part)
     return memory
 
 
@@ -111,14 +112,15 @@ def test_a_share_needs_a_stream(make_task, samples, train):
         train(make_task(), [Replay(0.5)], samples())
 
 
-def test_update_in_the_last_round_of_an_experience():
+def test_update_joins_samples_after_the_round_or_the_experience():
     for update, sizes in (("experience", [0, 4, 4, 8]), ("round", [4, 8, 12, 16])):
         method, memory = Replay(100, "reservoir", update), {}
         for round, size in enumerate(sizes):
             client_round = ClientRound("a", round, round // 2, last_round=round % 2 == 1)
-            memory = method.end_round(
-                Client(memory, part=client_round, generator=generator()), {}, data([0] * 4, 4 * round)
-            )
+            client, samples = Client(memory, part=client_round, generator=generator()), data([0] * 4, 4 * round)
+            client.memory = memory = method.end_round(client, {}, samples)
+            if client_round.last_round:
+                memory = method.end_experience(client, {}, samples)
             assert len(memory.get("y", [])) == size
 
 

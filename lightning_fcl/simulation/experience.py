@@ -1,0 +1,189 @@
+"""What methods compute when a client's experience may end: results for later experiences, and shares of sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_fcl.data.batches import number_of
+from lightning_fcl.data.client_round import ClientRound, SampleHistory
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.client_store import (
+    PROGRESS,
+    RESULT,
+    SENDING,
+    SENT,
+    WITHIN,
+    ClientState,
+    Memory,
+    has_result,
+    own_entries,
+    trained_rounds,
+)
+from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
+
+
+def next_round(stream: FederatedStream, part: ClientRound, rounds: int) -> int | None:
+    """Return the client's next round of the same experience, of the first ``rounds``; None if there is none."""
+    plan, client = stream.plan, part.client
+    for number in range(part.round + 1, min(rounds, plan.rounds)):
+        if plan.experiences[client][number] != part.experience:
+            return None
+        if len(plan.train[number].get(client, ())):
+            return number
+    return None
+
+
+def returns(
+    stream: FederatedStream, participation: Participation, part: ClientRound, rounds: int, accumulates: bool
+) -> bool:
+    """Return whether a client's next round is sure to replace what its current round would give.
+
+    Args:
+        stream: The stream.
+        participation: Who trains: only full participation is sure.
+        part: The client's part in the current round.
+        rounds: Number of rounds of the fit.
+        accumulates: Whether each sample counts, so that the next round must have the same samples.
+    """
+    if not participation.is_full:
+        return False
+    after = next_round(stream, part, rounds)
+    return after is not None and not (accumulates and not stream.has_same_samples(part.client, part.round, after))
+
+
+def result_of(method: Declaration, client: Client, own: State, data: Any, earlier: Memory) -> Memory:
+    """Return the method's result for the experience.
+
+    Args:
+        method: The method.
+        client: The client after its local training.
+        own: The client's state after it.
+        data: The samples of the round.
+        earlier: The result of the experience's earlier rounds, {} if there is none.
+    """
+    history = client.history
+    if method.accumulates and history is not None:
+        covers = history.covers_experience
+        client.result = {} if covers else earlier
+        data = client.selected(data, history.new_in_experience if covers else history.new)
+    return method.end_experience(client, own, data)
+
+
+def share_of(
+    method: Declaration, client: Client, own: State, data: Any, earlier: Memory
+) -> tuple[State, Memory] | None:
+    """Return what a client uploads to an experience's sums, and all that it has contributed to them then.
+
+    Args:
+        method: The method.
+        client: The client after its local training.
+        own: The client's state after it.
+        data: The samples of the round; None if the method does not need them.
+        earlier: What the client has contributed in earlier rounds of the experience.
+    """
+    history = client.history
+    covers = data is None or history is None or history.covers_experience
+    if data is not None and history is not None:
+        data = client.selected(data, history.new_in_experience if covers else history.new)
+        if not number_of(data):
+            return None
+    value = method.contribute_experience(client, own, data)
+    if not earlier:
+        return value, value
+    if covers:
+        return {name: new - earlier[name].to(new.device) for name, new in value.items()}, value
+    return value, {name: new + earlier[name].to(new.device) for name, new in value.items()}
+
+
+def sections_of(
+    method: Declaration, memory: Memory, result: Memory | None, share: Memory | None, before: ClientState
+) -> ClientState:
+    """Return the sections of a client's state that belong to a method.
+
+    Args:
+        method: The method.
+        memory: What `Declaration.end_round` returned.
+        result: The result for the experience; None if none was computed.
+        share: All that the client has contributed to the experience's sums with the latest upload; None if nothing.
+        before: The client's state at the start of the round.
+    """
+    section = method.section
+    sections: ClientState = {section: memory}
+    if result is not None:
+        sections = {section: result, section + WITHIN: memory}
+    if (sent := before.get(section + SENT)) is not None:
+        sections[section + SENT] = sent
+    if share is not None:
+        sections[section + SENDING] = {name: value.detach().clone() for name, value in share.items()}
+    return sections
+
+
+def note_result(kept: ClientState, method: Declaration) -> None:
+    """Note that the method's section has the result for the experience."""
+    kept[PROGRESS][RESULT + method.section] = torch.tensor(True)
+
+
+def history_of(stream: FederatedStream, part: ClientRound, kept: ClientState) -> SampleHistory:
+    """Return the numbers of a client's samples, from the rounds that it has trained in."""
+    return stream.sample_history(part.client, part.round, trained_rounds(kept))
+
+
+def finish_experience(federation: Federation, part: ClientRound, kept: ClientState, own: State) -> ClientState | None:
+    """Return a client's state with the results that a later round of the experience was to give, but did not.
+
+    With full participation a result is computed once. If the client's last upload is dropped, or the fit is stopped
+    within the experience, the result is that of the state which the client has then.
+
+    Args:
+        federation: The federation.
+        part: The client's part in the latest round.
+        kept: What the client keeps.
+        own: The state that the client has.
+
+    Returns:
+        The new state; None if nothing is missing.
+    """
+    if PROGRESS not in kept or int(kept[PROGRESS]["experience"]) != part.experience:
+        return None
+    missing = [
+        method
+        for method in federation.methods
+        if overrides(method, "end_experience") and remembers(method, part) and not has_result(kept, method.section)
+    ]
+    if not missing:
+        return None
+    found = {**kept, PROGRESS: {**kept[PROGRESS]}}
+    data = (
+        federation.stream.client_samples(part.client, part.round, federation.seed)
+        if any(method.needs.samples for method in missing)
+        else None
+    )
+    for method in missing:
+        memory = kept.get(method.section, {})
+        client = client_of(method, federation.module, memory, own, part)
+        client.history = history_of(federation.stream, part, kept)
+        result = result_of(method, client, own, data if method.needs.samples else None, {})
+        found |= sections_of(method, memory, result, None, kept)
+        note_result(found, method)
+    return found
+
+
+def finish_stopped(federation: Federation, rounds: int) -> None:
+    """End the experiences of clients of a fit that was stopped after ``rounds`` rounds, before its last one."""
+    store, device = federation.server.store, federation.module.device
+    for client in federation.stream.plan.clients:
+        kept = store[client] if federation.hosts(client) else {}
+        trained = [number for number in trained_rounds(kept) if number < rounds]
+        if trained:
+            part = federation.stream.client_round(client, trained[-1])
+            own = {**entries(federation.module), **own_entries(kept, device)}
+            if (found := finish_experience(federation, part, kept, own)) is not None:
+                store[client] = found
