@@ -136,6 +136,19 @@ def history_of(stream: FederatedStream, part: ClientRound, kept: ClientState) ->
     return stream.sample_history(part.client, part.round, trained_rounds(kept))
 
 
+def check_sums(federation: Federation) -> None:
+    """Raise ValueError if a method's sums of an experience would mix those of clients in different experiences."""
+    plan, full = federation.stream.plan, federation.participation.is_full
+    methods = [method for method in federation.methods if overrides(method, "contribute_experience")]
+    if methods and not full and len({*plan.experiences.values()}) > 1:
+        name = type(methods[0]).__name__
+        raise ValueError(
+            f"Expected `participation=1.0` for `{name}` in a stream whose clients enter experiences in different rounds "
+            f"but got {federation.participation.clients}. Use `participation=1.0`, or a scenario whose clients enter "
+            "each experience together."
+        )
+
+
 def finish_experience(federation: Federation, part: ClientRound, kept: ClientState, own: State) -> ClientState | None:
     """Return a client's state with the results that a later round of the experience was to give, but did not.
 

@@ -20,6 +20,7 @@ from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.cohort import planned
+from lightning_fcl.simulation.experience import check_sums
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.hooks import step_together
 from lightning_fcl.simulation.round import Round, methods_first
@@ -27,6 +28,7 @@ from lightning_fcl.simulation.round import Round, methods_first
 
 def begin_schedule(federation: Federation) -> None:
     """Tell the schedule, if there is one, of the stream and of the sizes of messages."""
+    check_sums(federation)
     schedule, server = federation.participation.schedule, federation.server
     if schedule is None:
         return
