@@ -140,7 +140,10 @@ def remember_task(client: Client, data: Batch, max_size: int | float, generator:
     memory, task = client.memory, client.part.experience
     x, y = finite_pairs(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
-    if client.history is not None and not client.history.covers_experience and knows_task(memory, task):
+    history = client.history
+    if history is not None and history.covers_experience:
+        x, y = finite_pairs(client.selected(data, history.new_in_experience))
+    elif history is not None and knows_task(memory, task):
         x, y = finite_pairs(client.new_samples(data))
         of_task = (memory["task"] == task).nonzero()[:, 0]
         x, y = torch.cat([memory["x"][of_task].to(x.device), x]), torch.cat([memory["y"][of_task].to(y.device), y])

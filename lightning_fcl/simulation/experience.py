@@ -143,9 +143,9 @@ def check_sums(federation: Federation) -> None:
     if methods and not full and len({*plan.experiences.values()}) > 1:
         name = type(methods[0]).__name__
         raise ValueError(
-            f"Expected `participation=1.0` for `{name}` in a stream whose clients enter experiences in different rounds "
-            f"but got {federation.participation.clients}. Use `participation=1.0`, or a scenario whose clients enter "
-            "each experience together."
+            f"Expected `participation=1.0` for `{name}` in a stream whose clients enter experiences in different "
+            f"rounds but got {federation.participation.clients}. Use `participation=1.0`, or a scenario whose clients "
+            "enter each experience together."
         )
 
 

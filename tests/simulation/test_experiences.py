@@ -177,7 +177,7 @@ class Diverge(Callback):
     def __init__(self, *rounds):
         self.rounds = rounds
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         part = trainer.strategy.round.client_round
         if part.client == trainer.datamodule.plan.clients[1] and part.round in self.rounds:
             next(pl_module.parameters()).data.fill_(torch.nan)
