@@ -209,7 +209,7 @@ class ICaRL(LwF):
         at_least(1, max_size=max_size)
         self.max_size = max_size
 
-    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
+    def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return remembered_pairs(client.memory)
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
@@ -221,7 +221,7 @@ class ICaRL(LwF):
     def _exemplars(self, client: Client, own: State, data: Batch) -> Memory:
         x, y = finite_pairs(data)
         features = F.normalize(embeddings(client.module, own, x)).to(x.device)
-        old = tuple(part.to(x.device) for part in self.rehearse(client) or (x[:0], y[:0]))
+        old = tuple(part.to(x.device) for part in self.replay_samples(client) or (x[:0], y[:0]))
         classes, chosen = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]
         for label in classes:
             new, size = (y == label).nonzero()[:, 0], self.max_size // len(classes)
