@@ -275,6 +275,22 @@ def test_stored_samples_do_not_change(fit, make_stream, make_task):
 
 
 @pytest.mark.seconds
+def test_a_sample_keeps_the_augmentation_of_its_dataset(fit, make_task):
+    """Without `transform`, every replay sample that joins a batch is a stored one, to the bit."""
+    batches, stream = Batches(), drawing_stream()
+    trainer = fit(make_task(), stream, [Replay(9), batches], cohort_size=1, local_epochs=2, max_epochs=3, seed=0)
+    raw = Drawn().x
+    joined = 0
+    for client in stream.plan.clients:
+        stored = trainer.strategy.server.store[client]["Replay"]["x"]
+        assert not any(torch.equal(one, other) for one in stored for other in raw)
+        rows = [x[8:] for own, number, (x, _) in batches.seen if (own, number) == (client, 2) and len(x) > 8]
+        assert all(any(torch.equal(row, one) for one in stored) for row in torch.cat(rows))
+        joined += len(torch.cat(rows))
+    assert joined > 9
+
+
+@pytest.mark.seconds
 def test_a_resumed_fit_has_the_same_bits(fit, make_stream, make_task, tmp_path):
     stream, options = {"rounds_per_experience": 2}, {"seed": 0, "participation": 0.7}
     whole, saver = make_task(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
