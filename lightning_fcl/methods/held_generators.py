@@ -17,7 +17,7 @@ from lightning_fcl.randomness import seed_of, start_randomness
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
-_EMPTY = (type(None), int, float, str, bytes, type, types.ModuleType, torch.Tensor, np.ndarray)
+_EMPTY = (type(None), int, float, str, bytes, range, type, types.ModuleType, torch.Tensor, np.ndarray)
 """Types whose values hold no generator."""
 
 

@@ -55,7 +55,7 @@ class JoiningSamples:
             at = torch.nonzero((rows >= first) & (rows < first + number)).flatten()
             first += number
             if transform is not None and len(at):
-                write(taken, at, transformed(transform, some_of(taken, at), seed, section, *key))
+                write_samples(taken, at, transformed(transform, some_of(taken, at), seed, section, *key))
         return taken
 
 
@@ -230,13 +230,13 @@ def _named(samples: ReplaySamples) -> Mapping[str, Tensor]:
     return samples if isinstance(samples, Mapping) else dict(zip(("x", "y"), samples, strict=True))
 
 
-def write(batch: Any, positions: Tensor, samples: Any) -> None:
+def write_samples(batch: Any, positions: Tensor, samples: Any) -> None:
     """Overwrite the samples at some positions of a batch, in the nest of both."""
     if isinstance(batch, Mapping):
         for name, value in batch.items():
-            write(value, positions, samples[name])
+            write_samples(value, positions, samples[name])
     elif isinstance(batch, Tensor):
         batch[positions.to(batch.device)] = samples
     else:
         for value, new in zip(batch, samples, strict=True):
-            write(value, positions, new)
+            write_samples(value, positions, new)

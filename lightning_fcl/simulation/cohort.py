@@ -23,7 +23,7 @@ from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import epochs_of
 from lightning_fcl.methods.declaration import Declaration, client_of
-from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples, write
+from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples, write_samples
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
@@ -199,7 +199,7 @@ class Cohort:
         """Transform the replay samples in a client's batch in place."""
         if extra.is_transformed and len(joining := self._joining(row, step)):
             length = int(self._lengths[row, step])
-            write(batch, torch.arange(length - len(joining), length), self._take(extra, joining, row, step))
+            write_samples(batch, torch.arange(length - len(joining), length), self._take(extra, joining, row, step))
 
     def _chosen(self, row: int, step: int) -> IntArray:
         chosen: IntArray = self._index[row, step, : self._lengths[row, step]]
