@@ -23,10 +23,10 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizers import group_values, optimizer_memory, restore_optimizer
 from lightning_fcl.methods.client import Client, section
-from lightning_fcl.methods.compose import Recalled
 from lightning_fcl.methods.declaration import Declaration, client_of
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness
+from lightning_fcl.methods.replay_samples import DrawnSamples
 from lightning_fcl.randomness import Keys, keys_of, numbers
 
 
@@ -38,7 +38,7 @@ class SequentialTrainer:
         methods: The methods of its Trainer.
         optimizers: Its optimizers.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
-        seed: Seed of what clients' random layers draw, and methods recall.
+        seed: Seed of clients' random layers and replay samples.
         step: Lightning's own training step.
     """
 
@@ -84,10 +84,8 @@ class SequentialTrainer:
                 client_of(method, self._module, memory, state, client_round)
                 for method, memory in zip(self._methods, memories[0], strict=True)
             ]
-            recalled = Recalled(
-                self._methods, [self._clients], partial(client_keys, self._seed, [client_round], "recall")
-            )
-            driver_of(self._module.trainer).begin(self._clients, recalled)
+            drawn = DrawnSamples(self._methods, [self._clients], replay_keys(self._seed, [client_round]))
+            driver_of(self._module.trainer).begin(self._clients, drawn)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         if self._steps == 1:
@@ -155,10 +153,15 @@ def explain(error: ValueError, part: ClientRound) -> None:
 
 
 def client_keys(seed: int, client_rounds: Sequence[ClientRound], *of: str) -> Keys:
-    """What some clients' draws depend on in a round: those of their random layers, and what methods recall for them."""
+    """Return the keys of some clients in a round, for the draws that ``of`` names."""
     if isinstance(client_rounds, ClientRounds):
         return keys_of(seed, client_rounds.clients, client_rounds.round, *of)
     return keys_of(seed, [part.client for part in client_rounds], client_rounds[0].round, *of)
+
+
+def replay_keys(seed: int, client_rounds: Sequence[ClientRound]) -> Callable[[str], Keys]:
+    """Return a function from a method's name to the keys by which its clients' replay samples are drawn."""
+    return partial(client_keys, seed, client_rounds, "recall")  # the word is part of the seed of existing runs
 
 
 def step_keys(keys: Keys, step: int) -> Tensor:

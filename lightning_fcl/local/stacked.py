@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -20,12 +19,13 @@ from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizers import group_values, set_group_values, with_parameters
-from lightning_fcl.local.sequential import client_keys, step_keys
+from lightning_fcl.local.sequential import client_keys, replay_keys, step_keys
 from lightning_fcl.methods.client import Client, Step, zeros
-from lightning_fcl.methods.compose import Recalled, compose
+from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, states_loss, teacher_of, trainable
 from lightning_fcl.methods.random_layers import without_advancing
+from lightning_fcl.methods.replay_samples import DrawnSamples
 
 
 class StackedTrainer(ABC):
@@ -36,7 +36,7 @@ class StackedTrainer(ABC):
         methods: The methods of its Trainer.
         optimizer: The module's optimizer: its class and options are those of the stacked one.
         clients_at_once: How many clients train side by side.
-        seed: Seed of what layers draw, and methods recall.
+        seed: Seed of random layers and replay samples.
 
     Attributes:
         params: What learns.
@@ -120,7 +120,7 @@ class StackedTrainer(ABC):
         self._memories = [stack_common([own[i] for own in self._kept]) for i in used]
         self._applies = [torch.tensor(applies[i], dtype=torch.float32, device=device) for i in used]
         each = [[Client(own[i]) for i in used] for own in self._kept] if used else []
-        self._recalls = Recalled(self.methods, each, partial(client_keys, self._seed, clients, "recall"))
+        self._drawn = DrawnSamples(self.methods, each, replay_keys(self._seed, clients))
 
     @abstractmethod
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
@@ -136,20 +136,20 @@ class StackedTrainer(ABC):
         return step_keys(self._keys, self._steps - 1).to(device)
 
     def known(self, device: torch.device) -> dict[str, Any]:
-        """What the methods know of the clients in another step, with the samples that they recall, stacked."""
-        recalled: list[Mapping[str, Tensor]] = []
+        """Return what the methods know of the clients in the next step, with the drawn replay samples, stacked."""
+        replayed: list[Mapping[str, Tensor]] = []
         there: list[Tensor] = []
         for method in self.methods:
-            if method.section not in self._recalls.pools:
-                recalled.append({})
+            if method.section not in self._drawn.pools:
+                replayed.append({})
                 there.append(torch.zeros(self.number, device=device))
                 continue
-            rows = self._recalls.draw(method.section)
+            rows = self._drawn.draw(method.section)
             like = next((row for row in rows if row), {})
             full = [row or zeros(like) for row in rows]
-            recalled.append({name: torch.stack([row[name] for row in full]).to(device) for name in like})
+            replayed.append({name: torch.stack([row[name] for row in full]).to(device) for name in like})
             there.append(torch.tensor([float(bool(row)) for row in rows], device=device))
-        of_methods = {"memories": self._memories, "applies": self._applies, "recalled": recalled, "there": there}
+        of_methods = {"memories": self._memories, "applies": self._applies, "replayed": replayed, "there": there}
         return {"received": dict(self._received), **of_methods}
 
     def composed(
@@ -201,8 +201,8 @@ class StackedTrainer(ABC):
         received, one = known["received"], torch.ones((), device=output.device)
         step = Step(params, received, x, output, teacher_of(self._module), outputs, features, loss_of, weight, y)
         steps = [
-            replace(step, recalled=samples, recalled_weight=real)
-            for samples, real in zip(known["recalled"], known["there"], strict=True)
+            replace(step, replay_samples=samples, replay_weight=real)
+            for samples, real in zip(known["replayed"], known["there"], strict=True)
         ]
         if why is not None:
             steps = [
@@ -261,8 +261,8 @@ def by_columns(matrices: Tensor) -> Tensor:
 
 def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: Sequence[Memory]) -> None:
     """Refuse memories of which a step would see what all clients have, and not what some have."""
-    if overrides(method, "recall") or overrides(method, "rehearse"):
-        return  # samples, of which each client may have another number
+    if overrides(method, "replay_samples"):
+        return  # each client may have another number of replay samples
     shapes = [{name: value.shape for name, value in memory.items()} for memory in memories]
     for part, other in zip(clients, shapes, strict=True):
         for name in sorted({*shapes[0], *other}):
@@ -277,7 +277,7 @@ def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: 
 def stack_common(rows: Sequence[Memory]) -> Memory:
     """Several clients' memories as one: the entries that all have, of equal shapes, every one of shape (clients, ...).
 
-    Remembered samples, of which each client may have another number, are brought to a step by `Recalled`.
+    `DrawnSamples` and `JoiningSamples` bring replay samples to a step. Each client may have another number of them.
     """
     common = [name for name in rows[0] if all(name in row and row[name].shape == rows[0][name].shape for row in rows)]
     return {name: torch.stack([row[name] for row in rows]) for name in common}

@@ -154,9 +154,9 @@ class Step:
         loss_of: ``loss_of(x, y)``: the mean task loss on other samples, in the module's present mode.
         weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
         y: The batch's targets, shape (batch, ...); None where the batch is no pair.
-        recalled: Remembered samples that were drawn for this step, as `Method.recall` names them, each of shape
-            (recall_size, ...); empty where nothing is remembered yet.
-        recalled_weight: 1 where there are recalled samples, else 0.
+        replay_samples: Replay samples drawn for this step, by name, each of shape (replay_batch_size, ...). Empty if
+            the client has none yet. See `Method.replay_batch_size`.
+        replay_weight: 1 if there are replay samples, 0 otherwise.
     """
 
     params: Mapping[str, Tensor]
@@ -169,8 +169,8 @@ class Step:
     loss_of: LossOf = _elsewhere
     weight: Tensor | None = None
     y: Tensor | None = None
-    recalled: Mapping[str, Tensor] | None = None
-    recalled_weight: Tensor | float = 0.0
+    replay_samples: Mapping[str, Tensor] | None = None
+    replay_weight: Tensor | float = 0.0
     _why: str = field(default="", repr=False)  # there is no batch
 
     def without_batch(self, why: str) -> Step:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.declaration import Declaration, matches, overrides, overriding
+from lightning_fcl.methods.declaration import Declaration, matches, overriding
 from lightning_fcl.methods.functional import states_loss, trainable
-from lightning_fcl.randomness import Keys, numbers
+from lightning_fcl.methods.replay_samples import ClientOf
 
 
 def methods_of(trainer: L.Trainer) -> list[Declaration]:
@@ -108,10 +104,6 @@ def compose(
     return scale, extra
 
 
-ClientOf = Callable[[Declaration, ClientRound], Client]
-"""A client as a method sees it before it trains in a round."""
-
-
 def epochs_of(methods: Sequence[Declaration], client_of: ClientOf, usual: int) -> int | Callable[[ClientRound], int]:
     """A client's passes over its data in a round, as the first method says that has a say."""
     saying = overriding(methods, "local_epochs")
@@ -121,54 +113,6 @@ def epochs_of(methods: Sequence[Declaration], client_of: ClientOf, usual: int) -
         return next((epochs for epochs in said if epochs is not None), usual)
 
     return local_epochs_in if saying else usual
-
-
-def rehearsed_by(methods: Sequence[Declaration], client_of: ClientOf) -> Callable[[ClientRound], Any] | None:
-    """A client's remembered samples, nested as its batches are; None where no method has any."""
-    rehearsing = overriding(methods, "rehearse")
-
-    def remembered_by(part: ClientRound) -> Any:
-        remembered = [method.rehearse(client_of(method, part)) for method in rehearsing if method.applies_to(part)]
-        parts = [samples for samples in remembered if samples is not None]
-        return joined(parts) if parts else []
-
-    return remembered_by if rehearsing else None
-
-
-class Recalled:
-    """Draws the remembered samples of each step, for methods that recall some: the same one by one and in cohorts."""
-
-    def __init__(
-        self, methods: Sequence[Declaration], clients: Sequence[Sequence[Client]], keys: Callable[[str], Keys]
-    ) -> None:
-        self.pools: dict[str, list[Mapping[str, Tensor]]] = {}
-        self._keys: dict[str, Keys] = {}
-        self._sizes: dict[str, int] = {}
-        self._drawn: Counter[str] = Counter()
-        for i, method in enumerate(methods):
-            if overrides(method, "recall"):
-                self.pools[method.section] = [method.recall(each[i]) for each in clients]
-                self._keys[method.section] = keys(method.section)
-                self._sizes[method.section] = method.recall_size
-
-    def draw(self, section: str) -> list[dict[str, Tensor]]:
-        """For each client the samples of its next step, by name; none where nothing is remembered yet."""
-        pools, size = self.pools[section], self._sizes[section]
-        counts = np.array([min((len(values) for values in pool.values()), default=0) for pool in pools])
-        drawn = numbers(self._keys[section], size, start=self._drawn[section] * size)
-        self._drawn[section] += 1
-        rows = torch.from_numpy((drawn % np.maximum(counts, 1).astype(np.uint64)[:, None]).astype(np.int64))
-        return [
-            {name: values[row.to(values.device)] for name, values in pool.items()} if count else {}
-            for pool, row, count in zip(pools, rows, counts, strict=True)
-        ]
-
-    def step(self, method: Declaration, step: Step) -> Step:
-        """A step of the only client with the samples of a method."""
-        if method.section not in self.pools:
-            return step
-        (drawn,) = self.draw(method.section)
-        return replace(step, recalled=drawn, recalled_weight=float(bool(drawn)))
 
 
 @contextmanager

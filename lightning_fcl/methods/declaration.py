@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
-import torch
 from torch import Tensor
 
-from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch, window
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client, Server, Step, is_labelled
+from lightning_fcl.methods.client import Client, Server, Step
 from lightning_fcl.methods.functional import GradientOf
-from lightning_fcl.randomness import global_seed, keys_of
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
 Pattern = str | tuple[str, ...]
 """Some of a module's entries: shell-style patterns. One that begins with "!" is all entries but those of the rest."""
+
+ReplaySamples = tuple[Tensor, Tensor] | Mapping[str, Tensor]
+"""Replay samples of a client: inputs and targets, or tensors by name, each of shape (n, ...)."""
+
+ReplayTransform = Callable[[Any], Any]
+"""A function from one replay sample to another."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,12 @@ class Declaration:
     """
 
     needs: ClassVar[Needs] = Needs()
-    """What it cannot work without. Samples always where it overrides `rehearse` or `project` or recalls."""
+    """What it cannot work without. Samples always where it overrides `replay_samples` or `project`."""
 
     vectorizable: ClassVar[bool] = True
     """Whether clients that use it can train side by side.
 
-    Never where it projects or trains parts; where it uploads, only if the class says so.
+    Never where it projects, trains parts or overrides `begin_step`; where it uploads, only if the class says so.
     """
 
     accumulates: ClassVar[bool] = False
@@ -98,8 +101,9 @@ class Declaration:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        projects, parts, needs = overrides(cls, "project"), overrides(cls, "trains"), cls.needs
-        samples = needs.samples or projects or overrides(cls, "rehearse") or overrides(cls, "recall")
+        projects, needs = overrides(cls, "project"), cls.needs
+        parts = overrides(cls, "trains") or overrides(cls, "begin_step")
+        samples = needs.samples or projects or overrides(cls, "replay_samples")
         cls.needs = replace(needs, samples=samples, labels=needs.labels or samples, loss=needs.loss or projects)
         uploads = overrides(cls, "upload") and "vectorizable" not in vars(cls)
         cls.vectorizable = cls.vectorizable and not (projects or parts or uploads)
@@ -150,35 +154,30 @@ class Declaration:
         """
         return gradient
 
-    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
-        """Remembered samples ``(x, y)``, or dicts as batches are, to train on together with the round's data."""
+    def replay_samples(self, client: Client) -> ReplaySamples | None:
+        """Return the client's replay samples: a pair ``(x, y)``, or a dict of tensors by name. None or {}: no samples.
+
+        `replay_batch_size` says how they reach a step, `replay_transform` what changes them there.
+        """
         return None
 
-    def mix(self, client: Client, batch_idx: int) -> None:
-        """Change ``client.batch`` in place before a step, of a method that rehearses.
+    @property
+    def replay_batch_size(self) -> int | None:
+        """Number of replay samples that are drawn with replacement for each step, as `Step.replay_samples`.
 
-        In a plain Trainer, whose epochs are not planned, remembered samples join it: as many as it has, at random, each
-        once before any comes again.
+        None: replay samples join the batches instead. Every sample joins one batch of each local epoch. In a plain
+        Trainer, whose epochs are not planned, a batch gets as many replay samples as it has samples.
         """
-        if client.federation is not None:
-            return
-        batch, trainer = client.batch, client.module.trainer
-        if not (isinstance(batch, list) and is_labelled(batch)):
-            raise TypeError(
-                f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(self).__name__}` but "
-                f"got {type(batch).__name__}. Return a pair from your dataset."
-            )
-        remembered = self.rehearse(client)
-        if not isinstance(remembered, tuple):
-            return
-        number = len(remembered[1])
-        size = min(number, len(batch[1]))
-        stream = stream_of(trainer)
-        seed = global_seed() if stream is None else stream.seed
-        key = keys_of(seed, ["local"], self.fits, trainer.current_epoch, self.section, "rehearse")
-        picked = torch.from_numpy(window(key, number, size, batch_idx * size))
-        for position, value in enumerate(remembered):
-            batch[position] = torch.cat([batch[position], value[picked].to(batch[position].device)])
+        return None
+
+    @property
+    def replay_transform(self) -> ReplayTransform | None:
+        """Callable that changes each replay sample when it reaches a step. None: samples stay as they are.
+
+        The callable gets the input ``x`` of one sample of a pair, or the dict of one sample, without the batch
+        dimension. It returns the same shape and dtype.
+        """
+        return None
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         """Return the client's method state after local training.
@@ -220,17 +219,8 @@ class Declaration:
         """
         return None
 
-    @property
-    def recall_size(self) -> int:
-        """How many of the samples that `recall` gives are drawn for each step, with replacement."""
-        return 0
-
-    def recall(self, client: Client) -> Mapping[str, Tensor]:
-        """Remembered samples of which `recall_size` are drawn for every step, by name, each of shape (n, ...).
-
-        Empty where nothing is remembered yet. `Step.recalled` has those that were drawn.
-        """
-        return {}
+    def begin_step(self, client: Client) -> None:
+        """Prepare for a step with ``client.batch``, which may be changed in place. Clients then train sequentially."""
 
     def upload(self, client: Client, own: State) -> State:
         """What a client uploads in place of the state ``own`` that its local training ended with, which it keeps.

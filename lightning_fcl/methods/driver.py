@@ -26,7 +26,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
-from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
+from lightning_fcl.methods.compose import check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
 from lightning_fcl.methods.functional import (
     features_of,
@@ -38,6 +38,7 @@ from lightning_fcl.methods.functional import (
     trainable,
 )
 from lightning_fcl.methods.projection import flatten, unflatten
+from lightning_fcl.methods.replay_samples import DrawnSamples, join_batch, joins_batches
 from lightning_fcl.methods.trial import first_rows, why_no_logits, why_not_logits
 from lightning_fcl.randomness import keys_of
 
@@ -143,9 +144,9 @@ class MethodDriver(Callback):
 
     # A client's round.
 
-    def begin(self, clients: Sequence[Client], recalls: Recalled) -> None:
+    def begin(self, clients: Sequence[Client], drawn: DrawnSamples) -> None:
         """Another client trains now, as each method sees it, its state in the module."""
-        self._clients, self._recalls, self.finite = [*clients], recalls, torch.tensor(True)
+        self._clients, self._drawn, self.finite = [*clients], drawn, torch.tensor(True)
         for method, client in zip(self.methods, clients, strict=True):
             method.client = client
             method.begin(client)
@@ -166,8 +167,8 @@ class MethodDriver(Callback):
                 client.history = stream.sample_history(at.client, at.round, range(at.round))
             method.memory = client.memory = method.on_download(client)
             clients.append(client)
-        recalls = Recalled(self.methods, [clients], lambda section: keys_of(trainer.current_epoch, ["local"], section))
-        self.begin(clients, recalls)
+        drawn = DrawnSamples(self.methods, [clients], lambda name: keys_of(trainer.current_epoch, ["local"], name))
+        self.begin(clients, drawn)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
@@ -188,8 +189,9 @@ class MethodDriver(Callback):
             keeps = any(method.needs.samples for method in self.methods)
             self._seen.append((batch[0] if keeps else None, batch[1]))
         for method, client in self._active():
-            if overrides(method, "rehearse"):
-                method.mix(client, batch_idx)
+            method.begin_step(client)
+            if self._federation is None and joins_batches(method):
+                join_batch(method, client, batch_idx)
         parts = [method.trains(client) for method, client in self._active()]
         self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
         if self._hook is None:
@@ -228,7 +230,7 @@ class MethodDriver(Callback):
             loss_of(pl_module),
             y=clients[0].batch[1] if is_labelled(clients[0].batch) else None,
         )
-        steps = [self._recalls.step(method, step) for method in methods]
+        steps = [self._drawn.step(method, step) for method in methods]
         if called is None:  # most penalties on parameters do not ask for it
             why = without_call(pl_module)
             steps = [

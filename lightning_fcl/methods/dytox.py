@@ -127,13 +127,12 @@ class DyToxTraining(Episodic):
             self._present = _task_of(model, labels, client.part.client)
         model.learnt[torch.unique(model.task_of(labels))] = 1.0
 
-    def mix(self, client: Client, batch_idx: int) -> None:
+    def begin_step(self, client: Client) -> None:
         batch, self._embedded = client.batch, None
         if client.federation is None and self._present is None:
             self._enter(client, batch[1])  # there is no stream, which tells labels beforehand
         self._tuning = self._is_tuning(client)
         if not self._tuning:
-            super().mix(client, batch_idx)
             return
         x, y = self._pool = self._pool or self._balanced(client)
         rows = (torch.arange(len(batch[1])) + self._drawn) % len(y)
@@ -179,8 +178,9 @@ class DyToxTraining(Episodic):
 
     # What it makes of past tasks.
 
-    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        return past_samples(client)
+    def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
+        tunes_alone = client.federation is None and self._tuning  # on a batch that `begin_step` has replaced
+        return None if tunes_alone else past_samples(client)
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self._tuning or self._present is None or "old" not in client.memory:

@@ -209,7 +209,7 @@ class ICaRL(LwF):
         at_least(1, max_size=max_size)
         self.max_size = max_size
 
-    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
+    def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return remembered_pairs(client.memory)
 
     def end_experience(self, client: Client, own: State, data: Batch) -> Memory:

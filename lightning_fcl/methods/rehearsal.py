@@ -18,7 +18,7 @@ from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, Step, remember, section, zeros
-from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.declaration import Needs, ReplaySamples
 from lightning_fcl.methods.episodic import finite_pairs, remembered_pairs
 from lightning_fcl.methods.functional import embeddings, predictions, states_loss, trainable
 from lightning_fcl.methods.method import Method, class_mask, for_output
@@ -49,7 +49,7 @@ class DERpp(Method):
         TypeError: If the samples are no pairs.
 
     Example:
-        >>> DERpp(batch_size=16).recall_size
+        >>> DERpp(batch_size=16).replay_batch_size
         32
     """
 
@@ -61,19 +61,19 @@ class DERpp(Method):
     batch_size: int = argument(32, at_least, 1)
 
     @property
-    def recall_size(self) -> int:
+    def replay_batch_size(self) -> int:
         return 2 * self.batch_size
 
-    def recall(self, client: Client) -> Mapping[str, Tensor]:
+    def replay_samples(self, client: Client) -> ReplaySamples:
         return {name: client.memory[name] for name in ("x", "y", "logits") if name in client.memory}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        if not step.recalled:
+        if not step.replay_samples:
             return 0.0
-        (first, second), (_, y), (logits, _) = (step.recalled[name].chunk(2) for name in ("x", "y", "logits"))
+        (first, second), (_, y), (logits, _) = (step.replay_samples[name].chunk(2) for name in ("x", "y", "logits"))
         output = step.outputs(first)
         distance = F.mse_loss(output, logits.to(output.device))
-        return step.recalled_weight * (self.alpha * distance + self.beta * step.loss_of(second, y))
+        return step.replay_weight * (self.alpha * distance + self.beta * step.loss_of(second, y))
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         x, y = finite_pairs(client.new_samples(data))
@@ -123,7 +123,7 @@ class ReFed(Method):
     learning_rate: float = argument(0.01, above, 0)
     strength: float = argument(0.5, at_least, 0)
 
-    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
+    def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return remembered_pairs(client.memory)
 
     def end_experience(self, client: Client, own: State, data: Batch) -> Memory:
@@ -234,7 +234,7 @@ class FedCBDR(Method):
         size = no_sums(module).shape[1] - 1
         return {"gram": no_sums(module).new_zeros(size, size, dtype=torch.float64)}
 
-    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
+    def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
         return remembered_pairs(client.memory)
 
     @property

@@ -16,17 +16,20 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, one_of, require
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.client import Client, is_labelled
+from lightning_fcl.methods.declaration import Needs, ReplaySamples, ReplayTransform
 from lightning_fcl.methods.episodic import knows_task, memory_size, with_task, without_task
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.replay_samples import check_transform
+from lightning_fcl.methods.trial import first_rows
 from lightning_fcl.randomness import seed_of
 
 if TYPE_CHECKING:
@@ -65,10 +68,15 @@ class Replay(Method):
         buffer: A buffer of Avalanche's in place of ``max_size`` and ``policy``: ``ReservoirSamplingBuffer``,
             ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (what is taken in at once is an experience) or
             ``ParametricBuffer``, whose strategy gets the module, with the client's state, as ``strategy.model``.
+        transform: Callable that augments each replay sample every time it joins a batch, such as a transform of
+            ``torchvision.transforms.v2``. It gets the input ``x`` of one sample as the dataset returned it, without the
+            batch dimension, or the dict of one sample, and returns the same shape and dtype. Its random numbers depend
+            on the seed, the client, the round and the batch. The stored samples do not change.
 
     Raises:
-        TypeError: If ``buffer`` wants Avalanche's own training loop.
-        ValueError: If an argument is out of range, or there is no base session to begin with.
+        TypeError: If ``buffer`` wants Avalanche's own training loop, or ``transform`` is not callable.
+        ValueError: If an argument is out of range, there is no base session to begin with, or ``transform`` changes the
+            shape or dtype of a sample.
 
     Example:
         >>> Replay(max_size=10, policy="refresh", update="round").max_size
@@ -84,6 +92,7 @@ class Replay(Method):
     repeat: bool = False
     base: bool = False
     buffer: ExemplarsBuffer | None = None
+    transform: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,11 +105,19 @@ class Replay(Method):
             if self.repeat:
                 raise ValueError("Expected no `repeat` beside `buffer` but got both. Use `policy` and `max_size`.")
             self.max_size = self.buffer.max_size
+        if self.transform is not None and not callable(self.transform):
+            raise TypeError(
+                f"Expected `transform` to be callable, but got {self.transform!r}. Use a transform of "
+                "`torchvision.transforms.v2`, or a function of one sample."
+            )
         if self.repeat and self.policy != "reservoir":
             raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".')
 
     def hparams(self) -> dict[str, Any]:
-        return super().hparams() | ({"policy": type(self.buffer).__name__} if self.buffer is not None else {})
+        policy = {"policy": type(self.buffer).__name__} if self.buffer is not None else {}
+        kind = type(self.transform).__qualname__
+        transform = {"transform": getattr(self.transform, "__qualname__", kind)} if self.transform is not None else {}
+        return super().hparams() | policy | transform
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.base or trainer.ckpt_path is not None:
@@ -123,7 +140,21 @@ class Replay(Method):
                     name, self.section, self._updated({}, client, entries(pl_module), data)
                 )
 
-    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
+    @property
+    def replay_transform(self) -> ReplayTransform | None:
+        return self.transform
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise ValueError if `transform` rejects a sample, or changes its shape or dtype."""
+        stream = stream_of(trainer)
+        if self.transform is None or stream is None or (rows := first_rows(stream)) is None:
+            return
+        with isolate_rng():  # a dataset's own code may draw
+            sample = stream.take(rows[:1])
+        if isinstance(sample, Mapping) or is_labelled(sample):
+            check_transform(self.transform, sample)
+
+    def replay_samples(self, client: Client) -> ReplaySamples | None:
         memory = client.memory
         if not memory:
             return None

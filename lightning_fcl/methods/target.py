@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.client import Client, Server, Step
-from lightning_fcl.methods.declaration import Needs
+from lightning_fcl.methods.declaration import Needs, ReplaySamples
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import evaluating, predictions
 from lightning_fcl.methods.method import Method, class_mask, for_output, masked, sample_size, with_classes
@@ -57,7 +56,7 @@ class TARGET(Method):
             statistics or gives no logits of classes.
 
     Example:
-        >>> TARGET(batch_size=16).recall_size
+        >>> TARGET(batch_size=16).replay_batch_size
         16
     """
 
@@ -73,7 +72,7 @@ class TARGET(Method):
     temperature: float = argument(2.0, above, 0)
 
     @property
-    def recall_size(self) -> int:
+    def replay_batch_size(self) -> int:
         return self.batch_size
 
     @property
@@ -101,15 +100,15 @@ class TARGET(Method):
         made = {name: value for name, value in client.shared.items() if name in ("images", "logits")}
         return {**made, "old": class_mask(client.part.num_classes, client.part.old_classes)}
 
-    def recall(self, client: Client) -> Mapping[str, Tensor]:
+    def replay_samples(self, client: Client) -> ReplaySamples:
         return {name: client.memory[name] for name in ("images", "logits") if name in client.memory}
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
-        if not step.recalled:
+        if not step.replay_samples:
             return 0.0
         old = for_output(client.memory["old"], step.output)
-        own, said = masked(step.outputs(step.recalled["images"]), old), masked(step.recalled["logits"], old)
-        return self.kd * step.recalled_weight * distillation_loss(own, said, self.temperature).mean()
+        own, said = masked(step.outputs(step.replay_samples["images"]), old), masked(step.replay_samples["logits"], old)
+        return self.kd * step.replay_weight * distillation_loss(own, said, self.temperature).mean()
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         return {}  # it comes anew in each round

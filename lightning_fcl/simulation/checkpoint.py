@@ -38,7 +38,7 @@ CONTENTS = {
 """What Lightning keeps in a checkpoint beside the module's state."""
 
 DRAWS = 2
-"""The version of how orders, participation, recalled samples and dropout are drawn."""
+"""The version of how orders, participation, replay samples and dropout are drawn."""
 
 
 def fingerprint_of(federation: Federation) -> dict[str, Any]:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, number_of, order_keys, plan_cohort, some_of
+from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, order_keys, plan_cohort, some_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.compose import epochs_of, rehearsed_by
+from lightning_fcl.methods.compose import epochs_of
 from lightning_fcl.methods.declaration import Declaration, client_of, tracks_rounds
+from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples, write_samples
 from lightning_fcl.simulation.experience import history_of
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ class Cohort:
     Args:
         federation: The federation.
         clients: The clients.
-        rehearsed: Tells the remembered samples that join those of a client; None: there are none.
+        replayed: Returns the replay samples that join the batches of a client. None: no method has any.
         epochs: Each client's local epochs, shape (clients,).
         per_epoch: The batches of each of these, shape (clients,).
         index: The samples in their batches, shape (clients, steps, batch), as `plan_cohort` gives them.
@@ -47,7 +50,7 @@ class Cohort:
         self,
         federation: Federation,
         clients: ClientRounds,
-        rehearsed: Callable[[ClientRound], Any] | None,
+        replayed: Callable[[ClientRound], JoiningSamples] | None,
         epochs: IntArray,
         per_epoch: IntArray,
         index: IntArray,
@@ -64,7 +67,7 @@ class Cohort:
         self.step = 0  # of the batch at hand
         self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (active, batch)
         self._rows = [self._stream.plan.train[clients.round][client] for client in clients.clients]
-        self._rehearsed, self._epochs, self._per_epoch = rehearsed, epochs, per_epoch
+        self._replayed, self._epochs, self._per_epoch = replayed, epochs, per_epoch
         self._index, self._lengths = index, lengths
         self._active: list[int] = np.count_nonzero(lengths, axis=0).tolist()  # clients with a batch in each step
         self._widths: list[int] = lengths.max(axis=0).tolist()  # the samples in the largest
@@ -131,33 +134,50 @@ class Cohort:
         Args:
             read: What comes for `requests`; None: samples are taken from memory, all at once.
         """
-        extra = [[]] * len(self._rows) if self._rehearsed is None else [self._rehearsed(part) for part in self.clients]
+        nothing = [JoiningSamples()] * len(self._rows)
+        extra = nothing if self._replayed is None else [self._replayed(part) for part in self.clients]
         shares = torch.from_numpy(self._shares()) if self._stacked and not self._alike else None
         taken = self._batches_in_memory(extra) if read is None else self._arriving(read, extra)
         for self.step, batch in enumerate(taken):
             self.weight = None if shares is None else shares[: self.active, self.step, : self._widths[self.step]]
             yield batch
 
-    def _batches_in_memory(self, extra: Sequence[Any]) -> Iterator[Any]:
+    def _batches_in_memory(self, extra: Sequence[JoiningSamples]) -> Iterator[Any]:
         """Batches of samples in memory."""
         rows, places = np.concatenate(self._rows), self._places()
         rehearsed, pool = self.clients.rehearsed, None
         seen_again = self._epochs.max() > 1 and self._stream.samples.scale is None  # stored pixels take less room
         if seen_again or (rehearsed is not None and rehearsed.any()):
-            pool = joined([self._stream.take(rows), *filter(number_of, extra)])
+            pool = joined([self._stream.take(rows), *(own.samples for own in extra if len(own))])
 
         def take(chosen: IntArray) -> Any:
             return self._stream.take(rows[chosen]) if pool is None else some_of(pool, torch.from_numpy(chosen))
 
+        transforms = any(own.is_transformed for own in extra)
         for step in range(len(self)):
             if self._alike:
                 lengths = self._lengths[:, step]
                 groups = [(np.flatnonzero(lengths == length), length) for length in np.unique(lengths[lengths > 0])]
-                yield [Alike(torch.from_numpy(own), take(places[own, step, :length])) for own, length in groups]
+                batch = [Alike(torch.from_numpy(own), take(places[own, step, :length])) for own, length in groups]
             else:
-                yield take(places[slice(self._active[step]) if self._stacked else 0, step, : self._widths[step]])
+                batch = take(places[slice(self._active[step]) if self._stacked else 0, step, : self._widths[step]])
+            if transforms:
+                for row, own_batch in self._each(batch, step):
+                    self._transform(own_batch, extra[row], row, step)
+            yield batch
 
-    def _arriving(self, read: Iterator[Any], extra: Sequence[Any]) -> Iterator[Any]:
+    def _each(self, batch: Any, step: int) -> Iterator[tuple[int, Any]]:
+        """Yield the number of each client with its part of a batch. The tensors are views."""
+        if self._alike:
+            parts = ((row, one.batch, at) for one in batch for at, row in enumerate(one.rows.tolist()))
+        elif self._stacked:
+            parts = ((row, batch, row) for row in range(self._active[step]))
+        else:
+            yield 0, batch
+            return
+        yield from ((row, apply_to_collection(stacked, Tensor, itemgetter(at))) for row, stacked, at in parts)
+
+    def _arriving(self, read: Iterator[Any], extra: Sequence[JoiningSamples]) -> Iterator[Any]:
         """Batches that are read one by one, perhaps by workers, some ahead."""
         for step in range(len(self)):
             each = [self._mixed(next(read), extra[row], row, step) for row in range(self._active[step])]
@@ -166,11 +186,24 @@ class Cohort:
                 continue
             yield [pad_sequence(list(column), batch_first=True) for column in zip(*each, strict=True)]
 
-    def _mixed(self, batch: Batch, extra: Any, row: int, step: int) -> Any:
-        """A client's batch and the remembered samples that join it."""
+    def _mixed(self, batch: Batch, extra: JoiningSamples, row: int, step: int) -> Any:
+        """Return a client's batch with the replay samples that join it."""
+        joining = self._joining(row, step)
+        return joined([batch, self._take(extra, joining, row, step)]) if len(joining) else batch
+
+    def _joining(self, row: int, step: int) -> Tensor:
+        """Return the numbers of the replay samples in a client's batch. They come last in the batch."""
         chosen, own = self._chosen(row, step), self.clients.samples[row]
-        joining = torch.from_numpy(chosen[chosen >= own] - own)
-        return joined([batch, some_of(extra, joining)]) if len(joining) else batch
+        return torch.from_numpy(chosen[chosen >= own] - own)
+
+    def _take(self, extra: JoiningSamples, joining: Tensor, row: int, step: int) -> Any:
+        return extra.take(joining, self._seed, self.clients.clients[row], self.clients.round, step)
+
+    def _transform(self, batch: Any, extra: JoiningSamples, row: int, step: int) -> None:
+        """Transform the replay samples in a client's batch in place."""
+        if extra.is_transformed and len(joining := self._joining(row, step)):
+            length = int(self._lengths[row, step])
+            write_samples(batch, torch.arange(length - len(joining), length), self._take(extra, joining, row, step))
 
     def _chosen(self, row: int, step: int) -> IntArray:
         chosen: IntArray = self._index[row, step, : self._lengths[row, step]]
@@ -199,7 +232,7 @@ def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int
     stream, part_of = federation.stream, partial(federation.stream.client_round, round=round)
     rows_of = stream.plan.train[round]
     batching = federation.strategy.limits.batching(stream)
-    rehearsed = rehearsed_by(federation.methods, federation.client_before)
+    replayed = joining_samples(federation.methods, federation.client_before)
     epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
     alone = all(len(names) == 1 for names in cohorts)
     if alone:  # several are planned at once all the same
@@ -214,7 +247,7 @@ def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int
             epochs = np.full(len(names), epochs_in)
         else:
             epochs = np.array([epochs_in(part) for part in parts])
-        remembered = None if rehearsed is None else np.array([number_of(rehearsed(part)) for part in parts])
+        remembered = None if replayed is None else np.array([len(replayed(part)) for part in parts])
         keys = order_keys(federation.seed, names, round)
         index, lengths = plan_cohort(samples, epochs, batching, keys, remembered)
         steps, per_epoch = np.count_nonzero(lengths, axis=1), batching.per_epoch(samples)
@@ -229,5 +262,5 @@ def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int
                 None if remembered is None else remembered[rows],
             )
             batches = index[rows, : own.shape[1], : own.max()]
-            found.append(Cohort(federation, clients, rehearsed, epochs[rows], per_epoch[rows], batches, own))
+            found.append(Cohort(federation, clients, replayed, epochs[rows], per_epoch[rows], batches, own))
     return found

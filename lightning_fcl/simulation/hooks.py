@@ -23,6 +23,7 @@ from lightning_fcl.errors import quoted
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
+from lightning_fcl.methods.replay_samples import joins_batches
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of, leave_out_objects
 from lightning_fcl.simulation.experience import finish_stopped
@@ -104,7 +105,7 @@ def common_batches(federation: Federation) -> int:
     sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows)])
     counts = np.unique(batching.limited(batching.per_epoch(sizes) * strategy.local_epochs))
     methods = methods_of(federation.module.trainer)
-    vary = [method for method in methods if overrides(method, "local_epochs") or overrides(method, "rehearse")]
+    vary = [method for method in methods if overrides(method, "local_epochs") or joins_batches(method)]
     if len(counts) == 1 and not vary:
         return int(counts[0])
     why = f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"

@@ -117,7 +117,7 @@ def idle(kind):
         def project(self, client, gradient, gradient_of):
             return gradient
 
-        def rehearse(self, client):
+        def replay_samples(self, client):
             return None
 
     return Idle

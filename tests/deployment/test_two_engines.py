@@ -59,6 +59,9 @@ OF_WAVES = {
 CASES = {
     "averaging": {},
     "distillation and replay": REPLAY,
+    "replay with a transform": {
+        "trainer": {"callbacks": [method("Replay", max_size=30, transform={"class_path": "torch.nn.Dropout"})]}
+    },
     "some clients a round, two epochs": {"trainer": {"strategy": strategy(participation=2, local_epochs=2)}},
     "own head": {
         "trainer": {

@@ -18,10 +18,11 @@ from lightning_fcl.callbacks import AGEM, EWC, GEM, FedProto, FedRep, FedViT, FL
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.compose import Recalled, check_compatible, compose, methods_of
+from lightning_fcl.methods.compose import check_compatible, compose, methods_of
 from lightning_fcl.methods.declaration import Declaration, Needs, matches, overrides, remembers, shapes_loss
 from lightning_fcl.methods.driver import Freezer
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.replay_samples import DrawnSamples
 from lightning_fcl.randomness import keys_of, numbers
 
 
@@ -56,15 +57,20 @@ class Staging(Method):
         return "*.head.*"
 
 
-class Rehearsing(Method):
-    def rehearse(self, client):
+class Replacing(Method):
+    def begin_step(self, client):
+        client.batch[0].zero_()
+
+
+class Joining(Method):
+    def replay_samples(self, client):
         return None
 
 
-class Recalling(Method):
-    recall_size = 3
+class Drawing(Method):
+    replay_batch_size = 3
 
-    def recall(self, client):
+    def replay_samples(self, client):
         return client.memory
 
 
@@ -89,8 +95,9 @@ def test_a_method_overrides_what_it_or_its_parents_define():
         (Further, (False, True, True, True)),
         (Uploading, (False, False, False, False)),
         (Staging, (False, False, False, False)),
-        (Rehearsing, (True, False, True, True)),
-        (Recalling, (True, False, True, True)),
+        (Replacing, (False, False, False, False)),
+        (Joining, (True, False, True, True)),
+        (Drawing, (True, False, True, True)),
         (type("Alone", (Method,), {"vectorizable": False}), (False, False, False, False)),
         (type("Labels", (Method,), {"needs": Needs(labels=True)}), (True, False, False, True)),
         (type("Samples", (Penalised,), {"needs": Needs(samples=True)}), (True, False, True, True)),
@@ -208,38 +215,38 @@ def keys(section, clients=("a", "b")):
     return keys_of(3, list(clients), section)
 
 
-def test_recalls_draw_rows_that_belong_together():
-    recalls = Recalled([Recalling()], [[Client(pool(5))], [Client(pool(4))]], keys)
-    rows = numbers(keys("Recalling"), 12)
+def test_drawn_samples_are_rows_that_belong_together():
+    samples = DrawnSamples([Drawing()], [[Client(pool(5))], [Client(pool(4))]], keys)
+    rows = numbers(keys("Drawing"), 12)
     for step in range(4):
-        drawn = recalls.draw("Recalling")
+        drawn = samples.draw("Drawing")
         for client, size in enumerate((5, 4)):
             expected = rows[client, 3 * step : 3 * step + 3] % np.uint64(size)
             assert drawn[client]["y"].tolist() == expected.tolist()
             assert torch.equal(drawn[client]["x"][:, 0].long(), drawn[client]["y"])
 
 
-def test_recalls_of_a_client_do_not_depend_on_the_others():
-    together = Recalled([Recalling()], [[Client()], [Client(pool(4))]], keys)
-    alone = Recalled([Recalling()], [[Client(pool(4))]], partial(keys, clients=["b"]))
+def test_drawn_samples_of_a_client_do_not_depend_on_the_others():
+    together = DrawnSamples([Drawing()], [[Client()], [Client(pool(4))]], keys)
+    alone = DrawnSamples([Drawing()], [[Client(pool(4))]], partial(keys, clients=["b"]))
     for _ in range(3):
-        nothing, drawn = together.draw("Recalling")
-        assert nothing == {} and torch.equal(drawn["y"], alone.draw("Recalling")[0]["y"])
+        nothing, drawn = together.draw("Drawing")
+        assert nothing == {} and torch.equal(drawn["y"], alone.draw("Drawing")[0]["y"])
 
 
-def test_who_recalls_nothing_draws_nothing():
-    recalls = Recalled([Recalling(), Penalised()], [[Client(), Client(pool(4))]], partial(keys, clients=["a"]))
+def test_a_client_without_replay_samples_draws_none():
+    samples = DrawnSamples([Drawing(), Penalised()], [[Client(), Client(pool(4))]], partial(keys, clients=["a"]))
     step = step_of(torch.zeros(1))
-    drawn = recalls.step(Recalling(), step)
-    assert drawn.recalled == {} and drawn.recalled_weight == 0
-    assert recalls.step(Penalised(), step) is step and recalls.pools.keys() == {"Recalling"}
-    assert Recalled([Penalised()], [[Client(pool(4))]], lambda section: 1 / 0).pools == {}  # no key is asked for
+    drawn = samples.step(Drawing(), step)
+    assert drawn.replay_samples == {} and drawn.replay_weight == 0
+    assert samples.step(Penalised(), step) is step and samples.pools.keys() == {"Drawing"}
+    assert DrawnSamples([Penalised()], [[Client(pool(4))]], lambda section: 1 / 0).pools == {}  # no key is asked for
 
 
 def test_a_step_has_what_was_drawn_for_its_method():
-    recalls = Recalled([Recalling()], [[Client(pool(5))]], partial(keys, clients=["a"]))
-    step = recalls.step(Recalling(), step_of(torch.zeros(1)))
-    assert step.recalled_weight == 1 and len(step.recalled["y"]) == 3
+    samples = DrawnSamples([Drawing()], [[Client(pool(5))]], partial(keys, clients=["a"]))
+    step = samples.step(Drawing(), step_of(torch.zeros(1)))
+    assert step.replay_weight == 1 and len(step.replay_samples["y"]) == 3
 
 
 def network():

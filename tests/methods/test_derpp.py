@@ -20,7 +20,7 @@ def step_of(task, x, y, **kwargs):
 
 def test_distance_and_loss_are_of_two_draws(make_task, samples):
     task, (x, y), logits = make_task(), samples(), torch.randn(20, 4)
-    step = step_of(task, x, y, recalled={"x": x[:6], "y": y[:6], "logits": logits[:6]}, recalled_weight=1.0)
+    step = step_of(task, x, y, replay_samples={"x": x[:6], "y": y[:6], "logits": logits[:6]}, replay_weight=1.0)
     expected = F.mse_loss(task(x[:3]), logits[:3]) + 2 * F.cross_entropy(task(x[3:6]), y[3:6])
     found = DERpp(alpha=1, beta=2, batch_size=3).penalty(Client(), step)
     torch.testing.assert_close(found, expected)

@@ -159,7 +159,7 @@ def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(mak
     joined = []
 
     class Remembering(kind):
-        def rehearse(self, client):
+        def replay_samples(self, client):
             return old_x, old_y
 
         def penalty(self, client, step):
@@ -178,9 +178,9 @@ def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(mak
 def test_repeated_samples_are_as_many_as_were_offered():
     parts = [(torch.arange(20.0)[:, None] + 20 * part, torch.full((20,), part)) for part in range(3)]
     once, repeated = (learn(Replay(7, "reservoir", repeat=repeat), parts) for repeat in (False, True))
-    x, y = Replay(7, "reservoir").rehearse(Client(once))
+    x, y = Replay(7, "reservoir").replay_samples(Client(once))
     assert len(y) == 7
-    many_x, many_y = Replay(7, "reservoir", repeat=True).rehearse(Client(repeated))
+    many_x, many_y = Replay(7, "reservoir", repeat=True).replay_samples(Client(repeated))
     assert len(many_y) == 60
     values, counts = many_x.flatten().unique(return_counts=True)
     assert values.tolist() == x.flatten().sort().values.tolist()

@@ -110,7 +110,7 @@ def test_old_classes_alone_are_distilled_softened():
     client = Client(part=ClientRound("0", 1, 1, num_classes=4, new_classes=(3,), old_classes=(0, 2)))
     method = TARGET(kd=3.0)
     client.memory = method.on_download(client)
-    step = Step({}, {}, None, own, lambda state, x: x, outputs=lambda x: own, recalled=shared, recalled_weight=1.0)
+    step = Step({}, {}, None, own, lambda state, x: x, outputs=lambda x: own, replay_samples=shared, replay_weight=1.0)
     wanted = -3 * (F.softmax(said[:, old] / 2, 1) * F.log_softmax(own[:, old] / 2, 1)).sum(1).mean()
     torch.testing.assert_close(method.penalty(client, step), wanted)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,16 @@ def digest(module):
     for name, value in sorted(module.state_dict().items()):
         found.update(name.encode() + value.cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+class Noise:
+    """A transform that draws from a generator of its own, and from torch's."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, x):
+        return x + torch.randn(x.shape) + float(self.rng.normal())
 
 
 class WhoTrains(Callback):
@@ -112,6 +123,7 @@ METHODS = {
     "compression": lambda: ([], {"compression": TopK(0.2)}),
     "own head": lambda: ([FedRep(head="model.3.*")], {"reductions": {"model.3.*": "none"}}),
     "replay and two teachers": lambda: ([FLwF2T(), Replay(max_size=10)], {}),
+    "replay samples with a transform": lambda: ([Replay(10, update="round", transform=Noise())], {}),
     "importances": lambda: ([EWC()], {}),
     "projection": lambda: ([GEM()], {}),
     "logits remembered": lambda: ([DERpp(max_size=10)], {}),

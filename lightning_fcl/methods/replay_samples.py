@@ -1,0 +1,242 @@
+"""Replay samples of a client: joined to its batches or drawn for each step, and changed by a transform."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import joined, number_of, some_of, window
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.client import Client, Step, is_labelled
+from lightning_fcl.methods.declaration import Declaration, ReplaySamples, ReplayTransform, overrides
+from lightning_fcl.methods.held_generators import seeded
+from lightning_fcl.randomness import Keys, global_seed, keys_of, numbers
+
+ClientOf = Callable[[Declaration, ClientRound], Client]
+"""Returns a client as a method sees it before the client trains in a round."""
+
+
+def joins_batches(method: Declaration) -> bool:
+    """Return whether a method's replay samples join the batches of its clients."""
+    return overrides(method, "replay_samples") and method.replay_batch_size is None
+
+
+@dataclass(frozen=True)
+class JoiningSamples:
+    """Replay samples of one client that join its batches.
+
+    Args:
+        samples: The samples of all methods, one method after the other, in the nest of the client's batches.
+        parts: For each method its name, its number of samples and its transform.
+    """
+
+    samples: Any = ()
+    parts: tuple[tuple[str, int, ReplayTransform | None], ...] = ()
+
+    def __len__(self) -> int:
+        return number_of(self.samples)
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether any of the samples have a transform."""
+        return any(transform is not None for _, _, transform in self.parts)
+
+    def take(self, rows: Tensor, seed: int, *key: str | int) -> Any:
+        """Return some of the samples, transformed by random numbers that depend on ``seed`` and ``key`` alone."""
+        taken, first = some_of(self.samples, rows), 0
+        for section, number, transform in self.parts:
+            at = torch.nonzero((rows >= first) & (rows < first + number)).flatten()
+            first += number
+            if transform is not None and len(at):
+                write_samples(taken, at, transformed(transform, some_of(taken, at), seed, section, *key))
+        return taken
+
+
+def joining_samples(
+    methods: Sequence[Declaration], client_of: ClientOf
+) -> Callable[[ClientRound], JoiningSamples] | None:
+    """Return a function that returns the samples that join a client's batches in a round. None: no method has any."""
+    joining = [method for method in methods if joins_batches(method)]
+
+    def samples_of(part: ClientRound) -> JoiningSamples:
+        found = [
+            (method, samples)
+            for method in joining
+            if method.applies_to(part) and (samples := method.replay_samples(client_of(method, part)))
+        ]
+        if not found:
+            return JoiningSamples()
+        parts = tuple((method.section, number_of(samples), method.replay_transform) for method, samples in found)
+        return JoiningSamples(joined([samples for _, samples in found]), parts)
+
+    return samples_of if joining else None
+
+
+def join_batch(method: Declaration, client: Client, batch_idx: int) -> None:
+    """Join a method's replay samples to ``client.batch`` in a plain Trainer, whose epochs are not planned.
+
+    Every batch gets as many replay samples as it has samples, and no sample is repeated before all have joined.
+    """
+    batch, trainer = client.batch, client.module.trainer
+    if not (isinstance(batch, list) and is_labelled(batch)):
+        raise TypeError(
+            f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(method).__name__}` but "
+            f"got {type(batch).__name__}. Return a pair from your dataset."
+        )
+    samples = method.replay_samples(client)
+    if not isinstance(samples, tuple):
+        return
+    number, stream = number_of(samples), stream_of(trainer)
+    size, seed = min(number, len(batch[1])), global_seed() if stream is None else stream.seed
+    # "rehearse" is part of the seed of existing runs.
+    key = keys_of(seed, ["local"], method.fits, trainer.current_epoch, method.section, "rehearse")
+    rows = torch.from_numpy(window(key, number, size, batch_idx * size))
+    pool = JoiningSamples(samples, ((method.section, number, method.replay_transform),))
+    for position, value in enumerate(pool.take(rows, seed, "local", method.fits, trainer.current_epoch, batch_idx)):
+        batch[position] = torch.cat([batch[position], value.to(batch[position].device)])
+
+
+class DrawnSamples:
+    """Replay samples that are drawn with replacement for each step, for all methods with a `replay_batch_size`.
+
+    The same samples are drawn in sequential and in vectorized training.
+
+    Args:
+        methods: The methods.
+        clients: For each client, the client as each method sees it.
+        keys: Returns the clients' random keys for a method's name.
+    """
+
+    def __init__(
+        self, methods: Sequence[Declaration], clients: Sequence[Sequence[Client]], keys: Callable[[str], Keys]
+    ) -> None:
+        self.pools: dict[str, list[Mapping[str, Tensor]]] = {}
+        self._keys: dict[str, Keys] = {}
+        self._sizes: dict[str, int] = {}
+        self._transforms: dict[str, ReplayTransform | None] = {}
+        self._drawn: Counter[str] = Counter()
+        for i, method in enumerate(methods):
+            size, name = method.replay_batch_size, method.section
+            if size is None or not overrides(method, "replay_samples"):
+                continue
+            samples = [method.replay_samples(each[i]) for each in clients]
+            self.pools[name] = [_named(one or {}) for one in samples]
+            self._keys[name], self._sizes[name] = keys(name), size
+            transform, are_pairs = method.replay_transform, any(isinstance(one, tuple) for one in samples)
+            self._transforms[name] = _of_inputs(transform) if transform is not None and are_pairs else transform
+
+    def draw(self, section: str) -> list[dict[str, Tensor]]:
+        """Return the samples of each client's next step, by name. Empty if a client has no replay samples yet."""
+        pools, size, keys, step = self.pools[section], self._sizes[section], self._keys[section], self._drawn[section]
+        counts = np.array([min((len(values) for values in pool.values()), default=0) for pool in pools])
+        drawn = numbers(keys, size, start=step * size)
+        self._drawn[section] += 1
+        rows = torch.from_numpy((drawn % np.maximum(counts, 1).astype(np.uint64)[:, None]).astype(np.int64))
+        found = [
+            {name: values[row.to(values.device)] for name, values in pool.items()} if count else {}
+            for pool, row, count in zip(pools, rows, counts, strict=True)
+        ]
+        if (transform := self._transforms[section]) is None:
+            return found
+        return [
+            transformed(transform, one, int(key), section, step) if one else one
+            for one, key in zip(found, keys, strict=True)
+        ]
+
+    def step(self, method: Declaration, step: Step) -> Step:
+        """Return the step of the only client, with the samples drawn for a method."""
+        if method.section not in self.pools:
+            return step
+        (drawn,) = self.draw(method.section)
+        return replace(step, replay_samples=drawn, replay_weight=float(bool(drawn)))
+
+
+def transformed(transform: ReplayTransform, samples: Any, seed: int, *key: str | int) -> Any:
+    """Return replay samples after a transform of each, with random numbers that depend on ``seed`` and ``key`` alone.
+
+    The transform gets the input ``x`` of one sample of a pair, or the dict of one sample, without the batch dimension.
+
+    Raises:
+        ValueError: If the transform changes the shape, the dtype or the names of a sample.
+    """
+    if not isinstance(samples, Mapping):
+        x, *rest = samples
+        named = transformed(_of_inputs(transform), {"x": x}, seed, *key)
+        return [named["x"], *rest]
+    rows = range(number_of(samples))
+    with seeded(transform, seed, "replay transform", *key), torch.no_grad():
+        changed = [_checked(transform, {name: value[row] for name, value in samples.items()}) for row in rows]
+    return {name: torch.stack([one[name] for one in changed]) for name in samples}
+
+
+def check_transform(transform: ReplayTransform, sample: Any) -> None:
+    """Raise ValueError if a transform rejects a sample, or changes its shape or dtype.
+
+    Args:
+        transform: The transform.
+        sample: A batch of one sample: a pair or a dict.
+    """
+    try:
+        transformed(transform, sample, 0)
+    except _ChangedSampleError:
+        raise
+    except Exception as error:
+        is_dict = isinstance(sample, Mapping)
+        kind = f"a dict of {', '.join(sample)}" if is_dict else f"a tensor of shape {tuple(sample[0].shape[1:])}"
+        raise ValueError(
+            f"Expected `transform` to accept a replay sample, which is {kind}, but it raised {type(error).__name__}: "
+            f"{error}. Use a transform of samples as the dataset returns them."
+        ) from error
+
+
+class _ChangedSampleError(ValueError):
+    """A transform has changed the shape, the dtype or the names of a sample."""
+
+
+def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a transformed sample that has the names, shapes and dtypes of the sample."""
+    expected = {name: (tuple(value.shape), value.dtype) for name, value in sample.items()}
+    changed = transform(dict(sample))
+    if not isinstance(changed, Mapping):
+        raise _ChangedSampleError(
+            f"Expected `transform` to return a dict, but got {type(changed).__name__}. Return the sample."
+        )
+    for name, (shape, dtype) in expected.items():
+        value = changed.get(name)
+        if isinstance(value, Tensor) and (tuple(value.shape), value.dtype) == (shape, dtype):
+            continue
+        got = f"{tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise _ChangedSampleError(
+            f"Expected `transform` to keep the shape and dtype of `{name}` in a replay sample, {shape} and {dtype}, "
+            f"but got {got}. Move changes of shape or dtype into the dataset."
+        )
+    return changed
+
+
+def _of_inputs(transform: ReplayTransform) -> ReplayTransform:
+    """Return a transform of a named sample that changes its input ``x`` alone."""
+    return lambda sample: {**sample, "x": transform(sample["x"])}
+
+
+def _named(samples: ReplaySamples) -> Mapping[str, Tensor]:
+    """Return samples by name; those of a pair are ``x`` and ``y``."""
+    return samples if isinstance(samples, Mapping) else dict(zip(("x", "y"), samples, strict=True))
+
+
+def write_samples(batch: Any, positions: Tensor, samples: Any) -> None:
+    """Overwrite the samples at some positions of a batch, in the nest of both."""
+    if isinstance(batch, Mapping):
+        for name, value in batch.items():
+            write_samples(value, positions, samples[name])
+    elif isinstance(batch, Tensor):
+        batch[positions.to(batch.device)] = samples
+    else:
+        for value, new in zip(batch, samples, strict=True):
+            write_samples(value, positions, new)

@@ -1,0 +1,432 @@
+"""Replay with a transform: hand computations, and independence of training mode, processes and resuming."""
+
+import random
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_fcl import FederatedStream, randomness
+from lightning_fcl.callbacks import FLwF2T, ICaRL, Method, Replay
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.local.own_step import StepTrainer
+from lightning_fcl.local.sequential import SequentialTrainer
+from lightning_fcl.local.vectorized import VectorizedTrainer
+
+GLOBAL = np.random.default_rng(5)
+
+
+class Noise:
+    """Adds normal noise, and records each result."""
+
+    def __init__(self, scale=0.5):
+        self.scale, self.made = scale, []
+
+    def __call__(self, x):
+        noisy = x + self.scale * self.draw(x)
+        self.made.append(noisy.clone())
+        return noisy
+
+    def draw(self, x):
+        return torch.randn(x.shape)
+
+
+class DrawsByTorch(Noise):
+    def __init__(self):
+        super().__init__()
+        self.generators = {"torch": torch.Generator().manual_seed(3)}
+
+    def draw(self, x):
+        return torch.randn(x.shape, generator=self.generators["torch"])
+
+
+class DrawsByNumPy(Noise):
+    def __init__(self):
+        super().__init__()
+        self.generators = {"rng": np.random.default_rng(3), "state": np.random.RandomState(3)}
+
+    def draw(self, x):
+        both = [generator.normal(size=x.shape) for generator in self.generators.values()]
+        return torch.tensor(sum(both), dtype=x.dtype)
+
+
+class DrawsByPython(Noise):
+    def __init__(self):
+        super().__init__()
+        self.generators = {"random": random.Random(3)}
+
+    def draw(self, x):
+        return torch.tensor([self.generators["random"].gauss(0, 1) for _ in x])
+
+
+class DrawsByGlobals(Noise):
+    def draw(self, x):
+        return torch.tensor(np.random.normal(size=x.shape) + random.random(), dtype=x.dtype)
+
+
+NOISES = [Noise, DrawsByTorch, DrawsByNumPy, DrawsByPython, DrawsByGlobals]
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Samples that a dataset augments when it reads them."""
+
+    def __init__(self, number=160):
+        self.x = torch.randn(number, 6, generator=torch.Generator().manual_seed(0))
+        self.y = torch.arange(number) % 4
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + 0.1 * torch.randn(6), int(self.y[index])
+
+
+class Own(L.LightningModule):
+    """A module whose training step is its own, so that clients of one shape train in one step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Batches(Callback):
+    """Records the batches of sequential training, with their clients and rounds."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        current = trainer.strategy.round
+        self.seen.append((current.client_round.client, current.number, [part.clone() for part in batch]))
+
+
+def bits(samples):
+    """The samples as a sorted list of bytes."""
+    return sorted(sample.numpy().tobytes() for sample in samples)
+
+
+def drawing_stream(**options):
+    return FederatedStream(Drawn(), ClassIncremental(2, 2), IID(4), batch_size=8, seed=0, **options)
+
+
+def with_noise(seed, *key):
+    """Return a function that adds the noise of one request, which `seed_of` seeds, to its samples."""
+    generator = torch.Generator().manual_seed(randomness.seed_of(seed, "replay transform", "Replay", *key))
+    return lambda x: x + 0.5 * torch.stack([torch.randn(x.shape[1:], generator=generator) for _ in x])
+
+
+@pytest.mark.seconds
+def test_batches_of_a_federation_equal_a_hand_computation(fit, make_stream, make_task):
+    """The noisy samples of a batch are those without a transform, and noise by the seed, client, round and batch."""
+    seen = []
+    for transform in (None, Noise()):
+        batches = Batches()
+        options = {"cohort_size": 1, "local_epochs": 2, "seed": 7}
+        fit(make_task(), make_stream(), [Replay(5, transform=transform), batches], **options)
+        seen.append(batches.seen)
+    place, changed = {}, 0
+    for (client, number, (x, y)), (other, also, (noisy, labels)) in zip(*seen, strict=True):
+        assert (client, number) == (other, also) and torch.equal(y, labels)
+        step = place[client, number] = place.get((client, number), -1) + 1
+        joined = (noisy != x).any(dim=1)
+        first = len(x) - int(joined.sum())
+        assert not joined[:first].any()
+        if first < len(x):
+            expected = with_noise(7, client, number, step)(x[first:])
+            assert torch.equal(noisy[first:], expected)
+            changed += len(expected)
+    assert changed == 2 * 5 * 3  # local epochs, samples and clients of the second experience
+
+
+def test_plain_trainer_equals_a_hand_loop(make_task, samples, train, by_hand, assert_same):
+    task, copied, noise = make_task(), make_task(), Noise()
+    method = Replay(11, transform=noise)
+    first, second = samples([0, 2]), samples([1, 3], seed=1)
+    train(task, [method], first)
+    by_hand(copied, first)
+    assert noise.made == []
+    kept_x, kept_y = method.memory["x"].clone(), method.memory["y"].clone()
+    train(task, [method], second)
+
+    def mix(epoch, i, x, y):
+        key = randomness.keys_of(0, ["local"], 1, epoch, "Replay", "rehearse")
+        size = min(11, len(y))
+        orders = [randomness.numbers(key, 11, number << 32)[0].argsort() for number in range(i * size // 11 + 2)]
+        rows = torch.from_numpy(np.concatenate(orders)[i * size : (i + 1) * size].astype(np.int64))
+        augmented = with_noise(0, "local", 1, epoch, i)(kept_x[rows])
+        return torch.cat([x, augmented]), torch.cat([y, kept_y[rows]])
+
+    by_hand(copied, second, mix=mix)
+    assert_same(task, copied)
+    assert len(noise.made) > 11
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("data", ["arrays", "dataset"])
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_an_identity_changes_no_bit(fit, make_stream, make_task, size, data):
+    """Also if the transform draws, and the module draws from the global generators in its steps."""
+
+    def discards(x):
+        torch.rand(3), np.random.rand(), random.random()
+        return x
+
+    class Draws(Own):
+        def training_step(self, batch, batch_idx):
+            noise = torch.rand(()) + np.random.rand() + random.random() if size == 1 else 0.0
+            return super().training_step(batch, batch_idx) * (1 + noise)
+
+    for make in (make_task, Draws):
+        states = []
+        for transform in (None, discards):
+            task = make()
+            stream = make_stream(rounds_per_experience=2) if data == "arrays" else drawing_stream()
+            fit(task, stream, [Replay(9, update="round", transform=transform)], cohort_size=size, seed=0)
+            states.append(task.state_dict())
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("kind", "make_noise"),
+    [*(("arrays", one) for one in NOISES), ("dataset", Noise), ("dataset", DrawsByNumPy), ("own step", DrawsByTorch)],
+)
+def test_sequential_training_draws_the_same_as_vectorized(fit, make_stream, make_task, kind, make_noise):
+    made, states, trainers = [], [], []
+    workers = [0, 2] if kind == "dataset" and make_noise is Noise else [0, 0]
+    for size, number in zip((1, "auto"), workers, strict=True):
+        noise, task = make_noise(), Own() if kind == "own step" else make_task()
+        words = {"rounds_per_experience": 2, "clients": 4}
+        stream = make_stream(**words) if kind != "dataset" else drawing_stream(num_workers=number)
+        methods = [ICaRL(8), Replay(9, transform=noise)] if kind == "arrays" else [Replay(9, transform=noise)]
+        trainer = fit(task, stream, methods, cohort_size=size, local_epochs=2, seed=0)
+        trainers.append(type(trainer.strategy.federation.trainer))
+        made.append(bits(noise.made))
+        states.append(task.state_dict())
+    assert trainers == [SequentialTrainer, StepTrainer if kind == "own step" else VectorizedTrainer]
+    assert len(made[0]) > 9 and made[0] == made[1]
+    assert len(set(made[0])) == len(made[0])  # every draw has a new augmentation
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], rtol=0, atol=1e-5)
+
+
+def states_of(noise):
+    """The states of the generators that a transform holds."""
+    read = {"torch": lambda g: g.get_state().tolist(), "random": random.Random.getstate}
+    read |= {"rng": lambda g: g.bit_generator.state, "state": lambda g: str(g.get_state())}
+    return {name: read[name](one) for name, one in noise.generators.items()}
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("make_noise", [DrawsByTorch, DrawsByNumPy, DrawsByPython])
+def test_generators_of_the_user_are_as_before(fit, make_stream, make_task, make_noise):
+    noise, results = make_noise(), []
+    before = states_of(noise)
+    for _ in range(2):
+        task = make_task()
+        fit(task, make_stream(), [Replay(9, transform=noise)], seed=0)
+        results.append(bits(noise.made))
+        noise.made = []
+        assert states_of(noise) == before
+        noise.draw(torch.zeros(6))  # a second fit finds another state
+        before = states_of(noise)
+    assert results[0] and results[0] == results[1]
+
+
+@pytest.mark.seconds
+def test_a_global_generator_is_seeded_and_restored(fit, make_stream, make_task):
+    def shifts(x):
+        return x + float(GLOBAL.normal())
+
+    states, before = [], GLOBAL.bit_generator.state
+    for _ in range(2):
+        task = make_task()
+        fit(task, make_stream(), [Replay(9, transform=shifts)], seed=0)
+        assert GLOBAL.bit_generator.state == before
+        GLOBAL.normal()
+        before = GLOBAL.bit_generator.state
+        states.append(task.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.seconds
+def test_stored_samples_do_not_change(fit, make_stream, make_task):
+    def in_place(x):
+        return x.add_(1.0)
+
+    stores = []
+    for transform in (None, in_place):
+        trainer = fit(make_task(), make_stream(), [Replay(9, transform=transform)], seed=0)
+        stores.append([trainer.strategy.server.store[client]["Replay"]["x"] for client in "012"])
+    assert all(torch.equal(one, other) for one, other in zip(*stores, strict=True))
+
+
+@pytest.mark.seconds
+def test_a_sample_keeps_the_augmentation_of_its_dataset(fit, make_task):
+    """Without `transform`, every replay sample that joins a batch is a stored one, to the bit."""
+    batches, stream = Batches(), drawing_stream()
+    trainer = fit(make_task(), stream, [Replay(9), batches], cohort_size=1, local_epochs=2, max_epochs=3, seed=0)
+    raw = Drawn().x
+    joined = 0
+    for client in stream.plan.clients:
+        stored = trainer.strategy.server.store[client]["Replay"]["x"]
+        assert not any(torch.equal(one, other) for one in stored for other in raw)
+        rows = [x[8:] for own, number, (x, _) in batches.seen if (own, number) == (client, 2) and len(x) > 8]
+        assert all(any(torch.equal(row, one) for one in stored) for row in torch.cat(rows))
+        joined += len(torch.cat(rows))
+    assert joined > 9
+
+
+@pytest.mark.seconds
+def test_a_resumed_fit_has_the_same_bits(fit, make_stream, make_task, tmp_path):
+    stream, options = {"rounds_per_experience": 2}, {"seed": 0, "participation": 0.7}
+    whole, saver = make_task(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    methods = [FLwF2T(), Replay(9, update="round", transform=DrawsByNumPy())]
+    fit(whole, make_stream(**stream), [*methods, saver], trainer_args={"enable_checkpointing": True}, **options)
+    for epoch in (0, 2):
+        again, methods = make_task(seed=9), [FLwF2T(), Replay(9, update="round", transform=DrawsByNumPy())]
+        fit(again, make_stream(**stream), methods, ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_a_checkpoint_of_another_transform_is_refused(fit, make_stream, make_task, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(make_task(), make_stream(), [Replay(9, transform=Noise()), saver], trainer_args={"enable_checkpointing": True})
+    with pytest.raises(ValueError, match="Replay"):
+        fit(make_task(), make_stream(), [Replay(9)], ckpt_path=tmp_path / "epoch=0.ckpt")
+
+
+class Dicts(Drawn):
+    def __getitem__(self, index):
+        return {"x": self.x[index], "weight": torch.ones(()), "labels": int(self.y[index])}
+
+
+class ReadsDicts(Own):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch["x"]) * batch["weight"][:, None], batch["labels"])
+
+
+@pytest.mark.seconds
+def test_a_dict_is_transformed_as_a_whole(fit):
+    made = []
+
+    def halves(sample):
+        made.append(sorted(sample))
+        return {**sample, "weight": sample["weight"] / 2}
+
+    states = []
+    for transform in (None, halves, lambda sample: sample):
+        task = ReadsDicts()
+        stream = FederatedStream(Dicts(), ClassIncremental(2), IID(2), batch_size=8, seed=0)
+        fit(task, stream, [Replay(8, transform=transform)], seed=0)
+        states.append(task.net.weight.detach())
+    assert made and all(names == ["labels", "weight", "x"] for names in made)
+    assert torch.equal(states[0], states[2]) and not torch.equal(states[0], states[1])
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stream, make_task, size):
+    """A method of one's own draws two samples a step, and pulls the outputs on them to zero."""
+
+    class Pulls(Method):
+        replay_batch_size = 2
+
+        def __init__(self, transform):
+            super().__init__()
+            self.transform = transform
+
+        @property
+        def replay_transform(self):
+            return self.transform
+
+        def replay_samples(self, client):
+            return client.memory or None
+
+        def penalty(self, client, step):
+            if not step.replay_samples:
+                return 0.0
+            return step.replay_weight * step.outputs(step.replay_samples["x"]).square().mean()
+
+        def end_round(self, client, own, data):
+            return {"x": data[0][:5], "y": data[1][:5]}
+
+    def run(transform):
+        task = make_task()
+        fit(task, make_stream(), [Pulls(transform)], cohort_size=size, seed=0)
+        return task.state_dict()
+
+    def noisy(sample):
+        made.append((sample["x"].clone(), sample["x"] + torch.randn(6)))
+        return {**sample, "x": made[-1][1]}
+
+    made = []
+    plain, same, other = run(None), run(dict), run(noisy)
+    assert all(torch.equal(value, same[name]) for name, value in plain.items())
+    assert any(not torch.equal(value, other[name]) for name, value in plain.items())
+    key = randomness.keys_of(0, ["0"], 1, "recall", "Pulls")
+    torch.manual_seed(randomness.seed_of(int(key[0]), "replay transform", "Pulls", 0))
+    noise = torch.randn(6)
+    assert any(torch.equal(after, before + noise) for before, after in made)  # the first sample of client 0
+    assert len({after.numpy().tobytes() for _, after in made}) == len(made) > 12
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (
+            lambda x: x[:3],
+            r"keep the shape and dtype of `x` in a replay sample, \(6,\) and torch.float32, but got \(3,\)",
+        ),
+        (lambda x: x.double(), "but got .* and torch.float64. Move changes of shape or dtype into the dataset"),
+        (lambda x: x.tolist(), "but got list"),
+        (lambda x: x.convert("RGB"), r"a tensor of shape \(6,\), but it raised AttributeError: .*convert"),
+    ],
+)
+def test_a_transform_that_does_not_keep_a_sample_is_refused_before_the_first_round(
+    fit, make_stream, make_task, transform, message
+):
+    task = make_task()
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        fit(task, make_stream(), [Replay(9, transform=transform)])
+    assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
+
+
+def test_a_plain_trainer_refuses_it_with_the_first_replay_samples(make_task, samples, train):
+    method, data = Replay(9, transform=lambda x: x[:3]), samples()
+    train(make_task(), [method], data)
+    with pytest.raises(ValueError, match="keep the shape and dtype of `x`"):
+        train(make_task(), [method], data)
+
+
+def test_a_transform_that_cannot_be_called_is_refused_when_it_is_given():
+    with pytest.raises(TypeError, match="Expected `transform` to be callable, but got 'flip'"):
+        Replay(transform="flip")
+
+
+def test_a_recipe_names_a_transform_by_its_class_path():
+    pytest.importorskip("torchvision")
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Method, "method")
+    flip = {"class_path": "torchvision.transforms.v2.RandomHorizontalFlip", "init_args": {"p": 1.0}}
+    both = {"class_path": "torchvision.transforms.v2.Compose", "init_args": {"transforms": [flip, flip]}}
+    image = torch.arange(12.0).view(1, 3, 4)
+    for given, expected in ((flip, image.flip(-1)), (both, image)):
+        spoken = {"method": {"class_path": "lightning_fcl.callbacks.Replay", "init_args": {"transform": given}}}
+        method = parser.instantiate(parser.parse_object(spoken)).method
+        assert torch.equal(method.transform(image), expected)
+        assert method.hparams()["transform"] == given["class_path"].rpartition(".")[2]
