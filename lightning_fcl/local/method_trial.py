@@ -209,7 +209,8 @@ class _MethodTrial:
         found = {}
         for name, value in state.items():
             numbers = torch.rand(value.shape, generator=self._generator).to(value.device)
-            found[name] = numbers < 0.5 if value.dtype == torch.bool else value
+            is_mask = value.dtype == torch.bool and value.numel() > 0
+            found[name] = numbers <= numbers.median() if is_mask else value
             if value.is_floating_point():
                 found[name] = value + 0.2 * numbers.to(value.dtype)
         return found
