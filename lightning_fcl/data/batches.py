@@ -156,7 +156,7 @@ def alike(each: Sequence[Any]) -> list[Alike]:
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 kind = type(leaf).__name__
-                raise ValueError(f"its batches hold a `{kind}` where clients side by side have tensors alone")
+                raise ValueError(f"the batches contain a `{kind}`, and only tensors can be stacked")
         rows.setdefault((nest, *((leaf.shape, leaf.dtype) for leaf in leaves)), []).append(row)
     return [Alike(torch.tensor(own), stacked([each[row] for row in own])) for own in rows.values()]
 

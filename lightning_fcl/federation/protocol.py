@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from lightning_fcl.data.stream import FederatedStream
     from lightning_fcl.federation.aggregation import Rules, State
+    from lightning_fcl.federation.obstacles import Obstacle
     from lightning_fcl.federation.schedule import Participation
     from lightning_fcl.federation.server import FederatedServer
 
@@ -167,8 +168,8 @@ class StatesLoss(Speaks, Protocol):
 class Vectorizable(StatesLoss, Protocol):
     """A module whose training step is the mean of its `sample_loss`, so that clients can train side by side."""
 
-    def why_not_vectorized(self) -> str | None:
-        """The reason why the clients of this very module must train one at a time, or None."""
+    def why_not_vectorized(self) -> Obstacle | None:
+        """Return the obstacle to vectorized training that the module knows of, or None."""
 
     def count_loss(self, total: Tensor, samples: int) -> None:
         """Add to the training loss of the epoch."""

@@ -17,14 +17,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fcl.data.batches import Batch
+from lightning_fcl.federation.obstacles import ObstacleError, Reason
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.federation.reductions import REDUCED
-
-METRIC = (
-    "its step updates a torchmetrics object that is no part of the module, or goes by its value; one that is an "
-    "attribute, and is logged as it is, is updated for all clients"
-)
-"""Why a step cannot run for several clients at once that measures."""
 
 _SIGNATURE = inspect.signature(L.LightningModule.log)
 _REDUCTIONS: dict[object, str] = {
@@ -70,7 +65,7 @@ class _BatchValue:
     """What a metric that is called gives a step: of several clients at once, nothing to compute with."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ValueError(METRIC)
+        raise ObstacleError(Reason.METRIC)
 
 
 class Recorder:
@@ -124,7 +119,7 @@ class Recorder:
     def _measure(self, name: str, called: bool, *args: Any, **kwargs: Any) -> _BatchValue | None:
         values, given = tree_flatten((args, kwargs))
         if not (values and all(isinstance(value, Tensor) for value in values)):
-            raise ValueError(METRIC)
+            raise ObstacleError(Reason.METRIC)
         self.lines.append(Measured(name, called, given))
         self.values.append([value.detach().clone() for value in values])
         return _BatchValue() if called else None
@@ -136,13 +131,13 @@ class Recorder:
         if isinstance(value, Metric | _BatchValue):
             names = [attribute for attribute, metric in self._metrics.items() if metric is value]
             if not names:
-                raise ValueError(METRIC)
+                raise ObstacleError(Reason.METRIC)
             self.lines.append(Line(name, {**flags, "metric_attribute": names[0]}, "metric", 0))
             self.values.append([])
             return
         reduction = _REDUCTIONS.get(flags.get("reduce_fx", "mean"))
         if not isinstance(value, Tensor | int | float) or reduction is None:
-            raise ValueError(f"its step logs `{name}`, which is no number, or reduced in a way of its own")
+            raise ObstacleError(Reason.LOG_VALUE, name)
         size = flags.pop("batch_size", None)
         if size is None:
             size = extract_batch_size(self._batch) if flags.get("on_epoch") and reduction == "mean" else 1
@@ -201,4 +196,4 @@ class Recorder:
 
 
 def _refuse_value(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ValueError(METRIC)
+    raise ObstacleError(Reason.METRIC)

@@ -1,4 +1,4 @@
-"""Whether clients can train side by side by a module's own training step: a trial on a few samples of two of them."""
+"""A trial of a module's own training step on a few samples of two clients: is it the same if it is vectorized?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -27,12 +26,15 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import entries, load_entries
+from lightning_fcl.federation.obstacles import Obstacle, ObstacleError, Reason, obstacle_of
 from lightning_fcl.federation.optimizers import group_values, set_group_values, with_parameters
+from lightning_fcl.local.drawn import trial_rows
 from lightning_fcl.local.loose_state import LooseState
+from lightning_fcl.local.method_trial import method_obstacle
 from lightning_fcl.local.own_step import StepTrainer
-from lightning_fcl.local.recorded import METRIC, Line, Measured, Recorder
+from lightning_fcl.local.recorded import Line, Measured, Recorder
 from lightning_fcl.local.sequential import client_keys, step_keys
-from lightning_fcl.local.trial import RANDOM, copy_of, generators, samples_of_two, updates
+from lightning_fcl.local.trial import copy_of, generators, other_counts, updates
 from lightning_fcl.local.vectorized import StackedPrecision
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.declaration import Declaration
@@ -42,7 +44,6 @@ from lightning_fcl.methods.trial import as_handed
 
 _STEPS = 3
 """Steps that the trial takes: what a step does every other time is seen."""
-_SAMPLES = 4
 _CLIENTS = [ClientRound("a", 0), ClientRound("b", 0)]
 # Whoever overrides one of these sees the gradients of one model, or one optimizer, at a time.
 _HOOKS = ("backward", "optimizer_zero_grad")
@@ -50,39 +51,32 @@ _HOOKS = ("backward", "optimizer_zero_grad")
 
 def why_not_by_step(
     module: L.LightningModule, methods: Sequence[Declaration], optimizer: Optimizer, stream: FederatedStream
-) -> str | None:
-    """The reason why a module's own training step cannot run for several clients at once, or None.
+) -> Obstacle | None:
+    """Return the obstacle to vectorizing a module's own training step, or None.
 
-    It can if a trial succeeds in which two clients take a few steps, side by side and one at a time, to the same loss,
-    gradients, buffers and logs, and the step leaves nothing else behind.
+    There is none if a trial succeeds: two clients take a few steps, vectorized and sequentially, to the same loss,
+    gradients, buffers and logs, the step changes nothing else, and each method has the same penalty.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
-        return f"`{name}` optimises by hand; where it leaves its steps to Lightning, they can be taken side by side"
+        return Obstacle(Reason.MANUAL, (name,))
     for hook in _HOOKS:
         if is_overridden(hook, module, L.LightningModule):
-            return f"`{name}` overrides `{hook}`"
+            return Obstacle(Reason.OVERRIDES, (f"`{name}` overrides `{hook}`",))
     if not isinstance(module.trainer.precision_plugin, StackedPrecision):
-        return f"the precision is a `{type(module.trainer.precision_plugin).__name__}`"
+        return Obstacle(Reason.PRECISION, (f"that of `{type(module.trainer.precision_plugin).__name__}`",))
     if hooked := _hooked(module):
-        return f"`{hooked[0]}` of `{name}` has hooks, which would see several clients' values at once"
+        return Obstacle(Reason.HOOKED, (hooked[0], name))
     with isolate_rng(), torch.enable_grad(), _apart(module, optimizer):
+        torch.manual_seed(0)
         try:
             batches = _batches(module, stream)
-            return _unfit(methods, batches) or _Trial(module, optimizer, batches).why_not()
-        except Exception as error:  # whatever it is, this module cannot be vectorised
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if text.startswith("its "):
-                return text
-            return next((why for part, why in _KNOWN.items() if part in text), f"vectorising it fails ({text})")
+            return _unfit(methods, batches) or _Trial(module, optimizer, batches).find_obstacle(methods)
+        except Exception as error:  # Code of a user may raise anything. Such a module cannot be vectorized.
+            return obstacle_of(error)
 
 
-_KNOWN = {
-    "randomness": RANDOM,
-    ".item()": "its step looks at a value (`.item()`, `float()`); as a tensor it can be logged and computed with",
-    "data-dependent control flow": "its step decides by a value; `torch.where` would do so for each client",
-}
-_UNLIKE = {"loss": "has another loss", "gradients": "has other gradients", "logs": "logs something else"}
+_UNLIKE = {"loss": Reason.STEP_LOSS, "gradients": Reason.STEP_GRADIENTS, "logs": Reason.STEP_LOGS}
 
 
 class _StepOutcome(NamedTuple):
@@ -115,52 +109,54 @@ class _Trial:
 
     def __init__(self, module: L.LightningModule, optimizer: Optimizer, batches: Sequence[Batch]) -> None:
         self._module = copy_of(module)
-        self._module.trainer = module.trainer  # which no copy has
         self._real, self._batches = optimizer, batches
         twins = dict(zip(map(id, module.parameters()), self._module.parameters(), strict=True))
         self._optimizer = with_parameters(optimizer, twins)
         self._state = {name: value.detach().clone() for name, value in entries(self._module).items()}
         self._numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
-    def why_not(self) -> str | None:
-        """What goes wrong, or None."""
+    def find_obstacle(self, methods: Sequence[Declaration]) -> Obstacle | None:
+        """Return the obstacle, or None."""
         around = LooseState(_around(self._module))
         try:
-            return self._why_not(around)
+            if obstacle := self._step_obstacle(around):
+                return obstacle
+            load_entries(self._module, self._state)
+            return method_obstacle(self._module, methods, self._optimizer, self._batches[0], padded=False)
         finally:
             around.put_back()
 
-    def _why_not(self, around: LooseState) -> str | None:
+    def _step_obstacle(self, around: LooseState) -> Obstacle | None:
         loose, groups, counts = LooseState(self._module), group_values(self._real), updates(self._module)
         drawn, torch_drawn = generators(), torch.get_rng_state()
         alone, buffers = zip(*[self._alone(row) for row in range(len(_CLIENTS))], strict=True)
         if updates(self._module) != counts:
-            return METRIC
+            return Obstacle(Reason.METRIC)
         if groups != group_values(self._real):
-            return "its step changes the optimizer; a schedule, or a hook of the epoch, would do so for all clients"
+            return Obstacle(Reason.CHANGES_OPTIMIZER)
         if not torch.equal(torch.get_rng_state(), torch_drawn):
-            return RANDOM
+            return Obstacle(Reason.RANDOM)
         if generators() != drawn:
-            return "its step draws by NumPy or Python; what draws by torch's dropout draws for each client"
+            return Obstacle(Reason.OTHER_RANDOM)
         if changed := loose.changes() or around.changes() or _hooked(self._module):
-            return _leaves(changed)
-        with _counting(self._module.trainer):
+            return Obstacle(Reason.STATE, (quoted(changed),))
+        with other_counts(self._module.trainer):
             again, _ = self._alone(0)
         if any(one.unlike(other, 0.0) for one, other in zip(again, alone[0], strict=True)):
-            return "its step gives something else each time, or goes by a count of steps that is not each client's own"
+            return Obstacle(Reason.NOT_REPEATABLE)
         if moved := [n for n in trainable(self._module) if not torch.equal(buffers[0][n], self._state[n])]:
-            return f"its step writes {quoted(moved)}, which learns; the optimizer, or a hook of the epoch, can do so"
+            return Obstacle(Reason.WRITES_PARAMETER, (quoted(moved),))
         for side_by_side in (True, False):
             beside, entries_after = self._beside(side_by_side)
             if changed := loose.changes() or around.changes() or _hooked(self._module):
-                return _leaves(changed)
+                return Obstacle(Reason.STATE, (quoted(changed),))
             for row in range(len(_CLIENTS)):
                 for name, value in buffers[row].items():
                     if not torch.allclose(entries_after[name][row], value, 1e-5, 1e-6, equal_nan=True):
-                        return f"its step makes `{name}` anew; where it writes it in place, it is each client's own"
+                        return Obstacle(Reason.NEW_BUFFER, (name,))
                 for one, other in zip(beside[row], alone[row], strict=True):
                     if what := one.unlike(other, 1e-5):
-                        return f"its step {_UNLIKE[what]} side by side"
+                        return Obstacle(_UNLIKE[what])
         return None
 
     def _alone(self, row: int) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
@@ -175,7 +171,7 @@ class _Trial:
                 result = self._module.training_step(*given)
                 loss = result.get("loss") if isinstance(result, dict) else result
                 if not isinstance(loss, Tensor):
-                    raise ValueError("its step returns no loss for some batches; a loss of zero would do")
+                    raise ObstacleError(Reason.NO_LOSS)
                 gradients = torch.autograd.grad(loss.reshape(()), params, materialize_grads=True)
             taken.append(_step_outcome(recorder.lines, loss, gradients, recorder.values))
         return taken, {name: value.detach().clone() for name, value in entries(self._module).items()}
@@ -194,7 +190,7 @@ class _Trial:
             given = [Alike(rows.to(device), copy.deepcopy(batch)) for rows, batch in groups]
             total = trainer.losses_of(given, step if self._numbered else None)
             if total is None:
-                raise ValueError("its step returns no loss for some batches; a loss of zero would do")
+                raise ObstacleError(Reason.NO_LOSS)
             gradients = trainer.of_params(total)
             logged = [
                 (lines, tree_map(itemgetter(row), values))
@@ -246,7 +242,7 @@ class _NoLogger(DummyLogger):
 
 
 def _refuse_logger() -> NoReturn:
-    raise ValueError("its step speaks to the logger itself; `self.log` does so for all clients")
+    raise ObstacleError(Reason.LOGGER)
 
 
 @contextmanager
@@ -262,36 +258,25 @@ def _apart(module: L.LightningModule, optimizer: Optimizer) -> Iterator[None]:
         set_group_values(optimizer, groups)
 
 
-@contextmanager
-def _counting(trainer: L.Trainer) -> Iterator[None]:
-    """Let the Trainer count other numbers of batches and steps."""
-    loop, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-    batches, loop.max_batches = loop.max_batches, 7
-    steps.total.completed += 7
-    try:
-        yield
-    finally:
-        loop.max_batches = batches
-        steps.total.completed -= 7
-
-
 def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:
-    """A batch of each of two clients, of one shape."""
-    if (chosen := samples_of_two(stream, _SAMPLES)) is None:
-        raise ValueError("its clients have no samples")
-    own, last = chosen
-    for others in (np.resize(last, len(own)), own[::-1], own):
-        found = [as_handed(module, stream.take(rows)) for rows in (own, others)]
+    """Return a batch for each of two clients, of one shape."""
+    if (rows := trial_rows(stream)) is None:
+        raise ObstacleError(Reason.NO_SAMPLES)
+    for others in (rows[::-1].copy(), rows):
+        found = [as_handed(module, stream.take(chosen)) for chosen in (rows, others)]
+        for leaf in tree_leaves(found):
+            if not isinstance(leaf, Tensor):
+                raise ObstacleError(Reason.BATCH_CONTENT, type(leaf).__name__)
         if len(alike(found)) == 1:
             return found
-    raise ValueError("its batches have another shape each time")
+    raise ObstacleError(Reason.SHAPES)
 
 
-def _unfit(methods: Sequence[Declaration], batches: Sequence[Batch]) -> str | None:
-    """Which method works on pairs alone, where batches are none."""
+def _unfit(methods: Sequence[Declaration], batches: Sequence[Batch]) -> Obstacle | None:
+    """Return which method needs pairs, if batches are not pairs."""
     for method in methods:
         if (method.needs.labels or method.needs.logits) and not is_labelled(batches[0]):
-            return f"`{type(method).__name__}` looks at samples and targets, and its batches are no pairs"
+            return Obstacle(Reason.METHOD_PAIRS, (type(method).__name__,))
     return None
 
 
@@ -302,10 +287,3 @@ def _hooked(module: nn.Module) -> list[str]:
     found = [name or type(module).__name__ for name, part in parts if any(vars(part)[kind] for kind in kinds)]
     learning = module.named_parameters()
     return found + [name for name, p in learning if p._backward_hooks or p._post_accumulate_grad_hooks]
-
-
-def _leaves(changed: Sequence[str]) -> str:
-    return (
-        f"its step leaves {quoted(changed)} on the module, where the next client would find it; a "
-        "registered buffer that is written in place is each client's own"
-    )

@@ -1,12 +1,11 @@
-"""Whether clients of a module can train side by side: what it says, who watches it, and a trial on a few samples."""
+"""Obstacles to vectorized training: settings, hooks, and a trial of a module on a few samples and drawn outputs."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import random
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import lightning.pytorch as L
@@ -21,15 +20,18 @@ from torchmetrics import Metric
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.data_module import overridden_hook
-from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.obstacles import Obstacle, ObstacleError, Reason, obstacle_of
 from lightning_fcl.federation.optimizers import with_parameters
-from lightning_fcl.federation.protocol import Vectorizable
+from lightning_fcl.federation.protocol import MasksLogits, Vectorizable
+from lightning_fcl.local.drawn import Drawer, has_independent_outputs, is_close, trial_rows
 from lightning_fcl.local.loose_state import LooseState
+from lightning_fcl.local.method_trial import method_obstacle
 from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.driver import MethodDriver
+from lightning_fcl.methods.random_layers import KeyedRandomness
 
 # Optimizers whose update of one number depends on that number's history alone: they do the same on stacks.
 ELEMENTWISE = (
@@ -43,7 +45,6 @@ ELEMENTWISE = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
 )
-RANDOM = "its layers draw random numbers"
 # Whoever overrides one of these looks at the gradients or the step of one model at a time.
 STEP_HOOKS = (
     "on_before_backward",
@@ -59,38 +60,54 @@ BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 def why_not_side_by_side(
     module: L.LightningModule, methods: Sequence[Declaration], optimizers: Sequence[Optimizer], stream: FederatedStream
-) -> str | None:
-    """The reason why clients must train one at a time whatever the module's step is, or None."""
+) -> Obstacle | None:
+    """Return the obstacle to vectorized training that does not depend on the module's step, or None."""
     for method in methods:
         if not method.vectorizable:
-            what = "changes the gradient of" if overrides(method, "project") else "trains"
-            return f"`{type(method).__name__}` {what} one client at a time"
+            projects = overrides(method, "project")
+            return Obstacle(Reason.METHOD_PROJECTS if projects else Reason.METHOD_TRAINS, (type(method).__name__,))
     if len(optimizers) > 1:
-        return "it has several optimizers"
+        return Obstacle(Reason.OPTIMIZERS)
     (optimizer,) = optimizers
     if type(optimizer) not in ELEMENTWISE:
-        return f"`{type(optimizer).__name__}` does not update each number on its own"
+        return Obstacle(Reason.OPTIMIZER, (type(optimizer).__name__,))
     if module.trainer.precision != "32-true":
-        return f'the precision is "{module.trainer.precision}"'
+        return Obstacle(Reason.PRECISION, (f'"{module.trainer.precision}"',))
     return _watching(module, stream)
 
 
-def why_not_padded(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:
-    """The reason why a module's clients cannot train on padded batches, or None.
+def why_not_padded(
+    module: L.LightningModule, methods: Sequence[Declaration], optimizer: Optimizer, stream: FederatedStream
+) -> Obstacle | None:
+    """Return the obstacle to vectorized training on padded batches, or None.
 
-    They can if it says that its training step is the mean of its `sample_loss`, and a trial on a few samples succeeds.
+    There is none if the module states that its training step is the mean of its `sample_loss`, and trials succeed: of
+    the module on a few samples, and of its loss and the methods on drawn outputs.
     """
     if not isinstance(module, Vectorizable):
-        return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"
-    return module.why_not_vectorized() or _trial(module, optimizer, stream)
+        return Obstacle(Reason.NO_SAMPLE_LOSS, (type(module).__name__,))
+    if obstacle := module.why_not_vectorized():
+        return obstacle
+    if (rows := trial_rows(stream)) is None:
+        return Obstacle(Reason.NO_SAMPLES)
+    with isolate_rng(), torch.enable_grad():
+        torch.manual_seed(0)
+        data = stream.take(rows)
+        if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+            return Obstacle(Reason.NOT_TENSORS)
+        try:
+            x, y = (part.to(module.device) for part in data)
+            return _Trial(module, optimizer, x, y, stream.num_classes).find_obstacle(methods)
+        except Exception as error:  # Code of a user may raise anything. Such a module cannot be vectorized.
+            return obstacle_of(error)
 
 
-def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
-    """Who overrides a hook that shows one client at a time."""
+def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | None:
+    """Return who overrides a hook that shows one client at a time."""
     callbacks = callbacks_of(module.trainer)
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
-            return f"`{type(callback).__name__}` adds parameters to the optimizer while it trains"
+            return Obstacle(Reason.FINETUNING, (type(callback).__name__,))
     known = ("lightning.", "lightning_fcl.callbacks.", "lightning_fcl.simulation.")
     others = [c for c in callbacks if not (isinstance(c, MethodDriver) or type(c).__module__.startswith(known))]
     watchers: list[tuple[object, type, tuple[str, ...]]] = [
@@ -100,80 +117,124 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
     for watcher, plain, hooks in watchers:
         for hook in hooks:
             if getattr(type(watcher), hook, None) is not getattr(plain, hook, None):
-                return f"`{type(watcher).__name__}` overrides `{hook}`"
-    return overridden_hook(stream.data, stream, module)
+                return Obstacle(Reason.OVERRIDES, (f"`{type(watcher).__name__}` overrides `{hook}`",))
+    overridden = overridden_hook(stream.data, stream, module)
+    return None if overridden is None else Obstacle(Reason.OVERRIDES, (overridden,))
 
 
-def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:
-    """What goes wrong when a client trains on two samples, vectorised: alone, again, and padded beside another one."""
-    if (chosen := samples_of_two(stream, 2)) is None:  # of one sample nothing could be told
-        return "no client has samples"
-    own, last = chosen
-    others = np.resize(last, len(own) + 1)
-    with isolate_rng(), torch.enable_grad():
-        data = stream.take(np.concatenate([own, others]))
-        if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
-            return "its batches are not pairs of tensors"
-        (x, others_x), (y, others_y) = (part.to(module.device).split([len(own), len(own) + 1]) for part in data)
-        try:
-            copied = copy_of(module).train()
-            copied.log = copied.log_dict = _refuse_log  # type: ignore[method-assign]
-            begun = {name: value.detach().clone() for name, value in entries(copied).items()}
-            drawn, loose, counts = generators(), LooseState(copied), updates(copied)
-            twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
-            step = partial(_trial_step, copied, with_parameters(optimizer, twins))
-            alone = step([x], [y])
-            if loose.changes() or updates(copied) != counts or moved(copied, begun):
-                return "its forward leaves something on the module"
-            counted, module.trainer.fit_loop.max_batches = module.trainer.fit_loop.max_batches, 7
-            try:  # it may depend on `trainer.num_training_batches`, which is each client's
-                again = step([x], [y])
-            finally:
-                module.trainer.fit_loop.max_batches = counted
-            if not all(map(torch.equal, again, alone)) or generators() != drawn:
-                return "its forward gives something else each time"
-            copied(x)
-            if loose.changes() or updates(copied) != counts or moved(copied, begun):
-                return "its forward changes buffers"
-            # As the loader pads: with zeros what is read batch by batch, else with the client's first sample.
-            x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.samples.draws else p[:1]]) for p in (x, y))
-            padded = step([x, others_x], [y, others_y], len(own))
-        except Exception as error:  # whatever it is, this module cannot be vectorised
-            return RANDOM if "randomness" in str(error) else f"vectorising it fails ({error})"
-    if all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(padded, alone, strict=True)):
+class _Trial:
+    """A trial of a copy of a module on padded batches.
+
+    Args:
+        module: The module, which has a `sample_loss`.
+        optimizer: Its optimizer.
+        x: Inputs of `ROWS` samples.
+        y: Their targets.
+        num_classes: Number of classes of the stream.
+    """
+
+    def __init__(self, module: L.LightningModule, optimizer: Optimizer, x: Tensor, y: Tensor, num_classes: int) -> None:
+        self._x, self._y, self._num_classes = x, y, num_classes
+        self._module = copy_of(module).train()
+        self._module.log = self._module.log_dict = _refuse_log  # type: ignore[method-assign]
+        self._state = {name: value.detach().clone() for name, value in entries(self._module).items()}
+        twins = dict(zip(map(id, module.parameters()), self._module.parameters(), strict=True))
+        self._optimizer = with_parameters(optimizer, twins)
+        self._loose, self._counts = LooseState(self._module), updates(self._module)
+
+    def find_obstacle(self, methods: Sequence[Declaration]) -> Obstacle | None:
+        """Return the obstacle, or None."""
+        return (
+            self._step_obstacle()
+            or self._row_obstacle()
+            or method_obstacle(self._module, methods, self._optimizer, [self._x, self._y], padded=True)
+        )
+
+    def _step_obstacle(self) -> Obstacle | None:
+        """Return what a step does that cannot be vectorized, or that padding changes."""
+        few, drawn = len(self._x) - 5, generators()
+        x, y = self._x[:few], self._y[:few]
+        alone = self._losses_and_gradients([x], [y])
+        if self._is_changed():
+            return Obstacle(Reason.FORWARD_STATE)
+        with other_counts(self._module.trainer):
+            again = self._losses_and_gradients([x], [y])
+        if generators() != drawn:
+            return Obstacle(Reason.OTHER_RANDOM)
+        if not all(map(torch.equal, again, alone)):
+            return Obstacle(Reason.NOT_REPEATABLE)
+        for padding in (torch.zeros_like(self._x[few:]), self._x[:1].expand_as(self._x[few:])):
+            beside = [torch.cat([x, padding]), self._x.flip(0)]
+            padded = self._losses_and_gradients(beside, [self._y, self._y.flip(0)], few)
+            if not all(map(is_close, padded, alone)):
+                return Obstacle(Reason.OTHER_SAMPLES, ("the loss",))
         return None
-    return "its loss looks at other samples of a batch, and would take padding, or other clients' samples, for some"
 
+    def _row_obstacle(self) -> Obstacle | None:
+        """Return which function mixes the samples of a batch, or None."""
+        module, key = self._module, torch.zeros((), dtype=torch.long, device=self._x.device)
+        assert isinstance(module, Vectorizable)
 
-def samples_of_two(stream: FederatedStream, most: int) -> tuple[IntArray, IntArray] | None:
-    """Up to so many samples of a client, and those of another in another order; None: no client has any."""
-    plan = [rows for current in stream.plan.train for rows in itertools.islice(current.values(), 100) if len(rows)]
-    return (max((rows[:most] for rows in plan), key=len), plan[-1][::-1]) if plan else None
+        def forward(x: Tensor) -> Tensor:
+            with KeyedRandomness(key).drawing():
+                output: Tensor = module(x)
+            return output
+
+        output = forward(self._x)
+        if self._is_changed():
+            return Obstacle(Reason.FORWARD_STATE)
+        if not has_independent_outputs(forward, self._x):
+            return Obstacle(Reason.OTHER_SAMPLES, ("forward",))
+        drawer = Drawer(self._y, output, self._num_classes)
+        drawer.fit_range_of(module.sample_loss)
+        if isinstance(module, MasksLogits) and not drawer.has_independent_rows(module.mask_logits):
+            return Obstacle(Reason.OTHER_SAMPLES, ("mask_logits",))
+        if not drawer.has_independent_rows(module.sample_loss):
+            return Obstacle(Reason.OTHER_SAMPLES, ("sample_loss",))
+        return Obstacle(Reason.FORWARD_STATE) if self._is_changed() else None
+
+    def _is_changed(self) -> bool:
+        """Return whether the module is not as it was."""
+        counts = updates(self._module)
+        return bool(self._loose.changes() or counts != self._counts or moved(self._module, self._state))
+
+    def _losses_and_gradients(self, x: list[Tensor], y: list[Tensor], real: int | None = None) -> list[Tensor]:
+        """Return the first client's loss and gradient. Its batch has ``real`` samples and padding, or none."""
+        module, clients, rows = self._module, len(x), len(y[0])
+        state = {name: value.detach().clone() for name, value in entries(module).items()}
+        weight = torch.full((clients, rows), 1 / rows, device=module.device)
+        if real is not None:
+            weight[0] = (torch.arange(rows, device=module.device) < real) / real
+        trainer = VectorizedTrainer(module, [], self._optimizer, clients, seed=0)
+        trainer.begin([ClientRound("", 0)] * clients, [state] * clients, [[]] * clients, [{}] * clients)
+        keys = torch.zeros(clients, dtype=torch.long, device=module.device)
+        losses, _ = trainer.losses(torch.stack(x), torch.stack(y), weight, keys, randomness="error")
+        gradients = [g[0].flatten() for g in trainer.gradients(losses.sum()) if g is not None]
+        return [losses.detach()[:1].nan_to_num(), torch.cat(gradients).nan_to_num()]
 
 
 def copy_of(module: L.LightningModule) -> L.LightningModule:
-    """A copy of a module, without its Trainer: that may hold processes."""
-    return copy.deepcopy(module, {id(part): part for part in (module.trainer, module.trainer.strategy)})
+    """Return a copy of a module with the same Trainer, which cannot be copied: it may hold processes."""
+    copied = copy.deepcopy(module, {id(part): part for part in (module.trainer, module.trainer.strategy)})
+    copied.trainer = module.trainer
+    return copied
 
 
 def _refuse_log(*args: object, **kwargs: object) -> NoReturn:
-    raise ValueError("its loss logs, which would count padding")
+    raise ObstacleError(Reason.LOSS_LOGS)
 
 
-def _trial_step(
-    module: L.LightningModule, optimizer: Optimizer, x: list[Tensor], y: list[Tensor], real: int | None = None
-) -> list[Tensor]:
-    """The first client's loss and gradient when these train side by side; ``real`` samples of its batch are its own."""
-    clients, state = len(x), {name: value.detach().clone() for name, value in entries(module).items()}
-    weight = torch.full((clients, len(y[0])), 1 / len(y[0]), device=module.device)
-    if real is not None:
-        weight[0] = (torch.arange(len(y[0]), device=module.device) < real) / real
-    trainer = VectorizedTrainer(module, [], optimizer, clients, seed=0)
-    trainer.begin([ClientRound("", 0)] * clients, [state] * clients, [[]] * clients, [{}] * clients)
-    keys = torch.zeros(clients, dtype=torch.long, device=module.device)
-    losses, _ = trainer.losses(torch.stack(x), torch.stack(y), weight, keys, randomness="error")
-    gradients = [g[0].flatten() for g in trainer.gradients(losses.sum()) if g is not None]
-    return [losses.detach()[:1].nan_to_num(), torch.cat(gradients).nan_to_num()]
+@contextmanager
+def other_counts(trainer: L.Trainer) -> Iterator[None]:
+    """Temporarily let the Trainer count other numbers of batches and steps, which differ between clients."""
+    loop, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    batches, loop.max_batches = loop.max_batches, 7
+    steps.total.completed += 7
+    try:
+        yield
+    finally:
+        loop.max_batches = batches
+        steps.total.completed -= 7
 
 
 def moved(module: nn.Module, begun: State) -> list[str]:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
-from lightning_fcl.federation.aggregation import Aggregator, declare, entries
+from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
@@ -219,17 +219,8 @@ class MethodDriver(Callback):
         for method in methods if called else ():  # batches that are no pairs tell no earlier what the output is
             if method.needs.logits and (why := why_not_logits(output)):
                 _refuse_output(method, pl_module, why)
-        step = Step(
-            trainable(pl_module),
-            clients[0].server,
-            x,
-            output,
-            teacher_of(pl_module),
-            output_of(pl_module),
-            features_of(pl_module),
-            loss_of(pl_module),
-            y=clients[0].batch[1] if is_labelled(clients[0].batch) else None,
-        )
+        step = step_of(pl_module, clients[0].server, x, output)
+        step.y = clients[0].batch[1] if is_labelled(clients[0].batch) else None
         steps = [self._drawn.step(method, step) for method in methods]
         if called is None:  # most penalties on parameters do not ask for it
             why = without_call(pl_module)
@@ -337,6 +328,20 @@ class MethodDriver(Callback):
         labels = torch.cat([y for _, y in self._seen]).cpu() if self._seen else torch.empty(0, dtype=torch.long)
         last = trainer.current_epoch + 1 == trainer.max_epochs
         return ClientRound("local", trainer.current_epoch, method.fits, labels, last_round=last, samples=len(labels))
+
+
+def step_of(module: L.LightningModule, server: State, x: Any, output: Tensor) -> Step:
+    """Return a step of the client whose state is in a module, without its targets."""
+    return Step(
+        trainable(module),
+        server,
+        x,
+        output,
+        teacher_of(module),
+        output_of(module),
+        features_of(module),
+        loss_of(module),
+    )
 
 
 def _side_by_side(federation: RunsFederation | None) -> bool:

@@ -19,6 +19,7 @@ from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import State, declare, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import ClientState, enter_round, own_entries
 from lightning_fcl.federation.local_training import LocalTrainer
+from lightning_fcl.federation.obstacles import Obstacle
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.reductions import Reduction
@@ -49,7 +50,7 @@ class Federation:
         methods: The methods among the Trainer's callbacks.
         placement: Whose clients train where; None before a fit.
         trainer: Who trains the clients.
-        why_one_at_a_time: Why they do not train side by side; None where they do.
+        why_one_at_a_time: The obstacle to vectorized training; None if clients train vectorized.
         optimizers: The module's optimizers: several only where it optimises by hand.
     """
 
@@ -60,7 +61,7 @@ class Federation:
     methods: list[Declaration] = field(default_factory=list)
     placement: Placement | None = None
     trainer: LocalTrainer = field(init=False)
-    why_one_at_a_time: str | None = field(init=False, default=None)
+    why_one_at_a_time: Obstacle | None = field(init=False, default=None)
     optimizers: list[Optimizer] = field(init=False)
 
     @property

@@ -31,6 +31,7 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import at_least, did_you_mean, quoted
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
+from lightning_fcl.federation.obstacles import Obstacle, Reason
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.swarm import Swarm
@@ -38,7 +39,7 @@ from lightning_fcl.federation.wire import Compression
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.step_trial import why_not_by_step
-from lightning_fcl.local.trial import RANDOM, why_not_padded, why_not_side_by_side
+from lightning_fcl.local.trial import why_not_padded, why_not_side_by_side
 from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.methods.client import Client, is_labelled
 from lightning_fcl.methods.declaration import shapes_loss
@@ -242,16 +243,15 @@ def require_begun(value: T | None, what: str) -> T:
     return value
 
 
-def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, str | None]:
-    """The local trainer of a federation's clients, and why they train one at a time, if they do.
+def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, Obstacle | None]:
+    """Return the local trainer of a federation's clients, and the obstacle to vectorized training, if there is one.
 
-    The module's own trainer, if it brings one. Else, where several are to train side by side: on padded batches if the
-    module states the loss of samples apart and nothing in it looks at other samples; if not, by its own training step
-    under `vmap`, batches of one shape together; if that cannot be, one at a time.
+    The module's own trainer comes first. Otherwise the choice is: vectorized training on padded batches, if the module
+    defines the loss of single samples and neither the module nor a method mixes samples; vectorized training with the
+    module's own step, without padding; sequential training.
 
     Args:
-        federation: The federation; where it leaves the number of clients side by side open, that is a function of the
-            module and its surroundings alone.
+        federation: The federation.
         step: Lightning's own training step.
     """
     module, stream, strategy = federation.module, federation.stream, federation.strategy
@@ -281,21 +281,21 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
     wanted = None if strategy.cohort_size == "auto" else strategy.cohort_size
     size = automatic_size(module) if wanted is None else wanted
     if size == 1:
-        reason: str | None = "`cohort_size` is 1" if wanted else f"it has more than {_LARGEST:,} parameters"
+        reason: Obstacle | None = Obstacle(Reason.COHORT_SIZE) if wanted else Obstacle(Reason.PARAMETERS, (_LARGEST,))
     elif keep_optimizer:
-        reason = "each client keeps its optimizer"
+        reason = Obstacle(Reason.KEEP_OPTIMIZER)
     else:
         reason = why_not_side_by_side(module, methods, optimizers, stream)
-    padded = reason or why_not_padded(module, optimizers[0], stream)
+    padded = reason or why_not_padded(module, methods, optimizers[0], stream)
     by_step = padded and (reason or why_not_by_step(module, methods, optimizers[0], stream))
-    if wanted is not None and RANDOM in (padded, by_step):
-        log.warning("Random layers draw other numbers in a cohort than one by one: the result will differ.")
-        padded, by_step = (None if why == RANDOM else why for why in (padded, by_step))
+    if wanted is not None and any(why is not None and why.reason is Reason.RANDOM for why in (padded, by_step)):
+        log.warning("Random layers draw other numbers in vectorized training: the result will differ.")
+        padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
     if padded and by_step:
         if size > 1 and wanted is not None:
             raise ValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.')
         if size > 1:
-            log.info("Clients of `%s` train one at a time, not side by side: %s.", type(module).__name__, by_step)
+            log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
         return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step
     if wanted is None:
         samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))  # of most batches

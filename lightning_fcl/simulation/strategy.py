@@ -23,6 +23,7 @@ from lightning_fcl.data.stream import ClientLoader
 from lightning_fcl.errors import one_of, refuse_other_lightning, warn_of_other_lightning
 from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.obstacles import Obstacle
 from lightning_fcl.federation.optimizers import OptimizerFactory, settings_of
 from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
@@ -80,7 +81,8 @@ class FederatedStrategy(RanksStrategy):
 
     Attributes:
         clients_at_once: How many clients train side by side in the fit that has begun; 1 where one at a time.
-        why_one_at_a_time: Why they do, and what would change it; None where they train side by side.
+        why_one_at_a_time: The obstacle to vectorized training, with its `lightning_fcl.federation.obstacles.Reason`;
+            ``str`` gives its text. None if clients train vectorized.
 
     Raises:
         ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
@@ -136,7 +138,7 @@ class FederatedStrategy(RanksStrategy):
         self.limits = TrainerLimits()
         self.round: Round | None = None  # the one at hand; None before a fit
         self.clients_at_once = 1
-        self.why_one_at_a_time: str | None = None
+        self.why_one_at_a_time: Obstacle | None = None
         self._seed = seed
         self.new_round: Callable[[Federation], Round] = simulated
         self._hooks = FitHooks(self)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import check_state, load_entries
+from lightning_fcl.federation.obstacles import Obstacle, Reason
 from lightning_fcl.federation.optimizers import OptimizerFactory, make_optimizer
 from lightning_fcl.federation.protocol import ranks_of
 from lightning_fcl.hub.checkpoint import read_checkpoint
@@ -104,11 +105,12 @@ class NetworkTask(Task):
         """The loss of every sample, shape (batch,)."""
         raise NotImplementedError
 
-    def why_not_vectorized(self) -> str | None:
-        """The reason why clients must train one at a time: a training step that is not the mean of `sample_loss`."""
+    def why_not_vectorized(self) -> Obstacle | None:
+        """Return an obstacle if the training step is not the mean of `sample_loss`."""
+        name = type(self).__name__
         if type(self).training_step is not NetworkTask.training_step:
-            return f"`{type(self).__name__}` overrides `training_step`"
-        return None if self.automatic_optimization else f"`{type(self).__name__}` optimises by hand"
+            return Obstacle(Reason.OVERRIDES, (f"`{name}` overrides `training_step`",))
+        return None if self.automatic_optimization else Obstacle(Reason.MANUAL, (name,))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, y = batch

@@ -18,6 +18,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import EWC, GLFC, MAS, DERpp, FedNTD, FedProx, FLwF2T, LwF, Replay
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
+from lightning_fcl.federation.obstacles import Obstacle, Reason
 from lightning_fcl.local.own_step import StepTrainer
 
 pytestmark = pytest.mark.rounding
@@ -437,7 +438,8 @@ def test_a_network_of_timm_trains_side_by_side(both):
 def test_large_modules_train_one_at_a_time(fit):
     trainer = fit(seeded(Timm), stream_of(inputs(3, 16, 16), batch_size=4, drop_last=True), max_epochs=0)
     assert trainer.strategy.clients_at_once == 1
-    for module, size, reason in ((Own(), 1, "`cohort_size` is 1"), (Own(), "auto", None)):
+    assert trainer.strategy.why_one_at_a_time.reason is Reason.PARAMETERS
+    for module, size, reason in ((Own(), 1, Obstacle(Reason.COHORT_SIZE)), (Own(), "auto", None)):
         strategy = fit(module, stream_of(), cohort_size=size, max_epochs=1).strategy
         assert strategy.why_one_at_a_time == reason and (strategy.clients_at_once > 1) == (size == "auto")
 

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 from typing import ClassVar
 
 import lightning.pytorch as L
@@ -19,6 +20,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import LwF
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
+from lightning_fcl.federation.obstacles import Reason
 
 GATHERED = []  # by a step, beside its module
 
@@ -218,53 +220,65 @@ class ByHand(ManualOptimBoringModel):
         return super().training_step(batch[0], batch_idx)
 
 
-REFUSED = {
-    Items: "its step looks at a value",
-    ItemsNowAndThen: "its step looks at a value",
-    Branches: "its step decides by a value",
-    GoesByAMetric: "its step updates a torchmetrics object",
-    MeasuresInAList: "its step updates a torchmetrics object",
-    Appends: "its step leaves `losses` on the module",
-    AppendsElsewhere: "its step leaves `GATHERED`",
-    AppendsToItsClass: "its step leaves `numbers`",
-    Averages: "its step leaves `mean` on the module",
-    SetsBuffer: "its step makes `mean` anew",
-    Clips: "its step writes `net.0.weight`, which learns",
-    WritesPassingBuffer: "its step leaves `calls` on the module",
-    DrawsByPython: "its step draws by NumPy or Python",
-    DrawsNoise: "its layers draw random numbers",
-    CountsAll: "goes by a count of steps that is not each client's own",
-    CountsBatches: "goes by a count of steps that is not each client's own",
-    WarmsUp: "its step changes the optimizer",
-    Skips: "its step returns no loss for some batches",
-    Freezes: "its step leaves `net.1.training`",
-    Hooked: "`net.0` of `Hooked` has hooks",
-    Watches: "`Watches` overrides `on_after_backward`",
-    OwnBackward: "`OwnBackward` overrides `backward`",
-    Lbfgs: "`LBFGS` does not update each number on its own",
-    ByHand: "`ByHand` optimises by hand",
+REASONS = {
+    Items: Reason.READS_VALUE,
+    ItemsNowAndThen: Reason.READS_VALUE,
+    Branches: Reason.BRANCHES,
+    GoesByAMetric: Reason.METRIC,
+    MeasuresInAList: Reason.METRIC,
+    Appends: Reason.STATE,
+    AppendsElsewhere: Reason.STATE,
+    AppendsToItsClass: Reason.STATE,
+    Averages: Reason.STATE,
+    SetsBuffer: Reason.NEW_BUFFER,
+    Clips: Reason.WRITES_PARAMETER,
+    WritesPassingBuffer: Reason.STATE,
+    DrawsByPython: Reason.OTHER_RANDOM,
+    DrawsNoise: Reason.RANDOM,
+    CountsAll: Reason.NOT_REPEATABLE,
+    CountsBatches: Reason.NOT_REPEATABLE,
+    WarmsUp: Reason.CHANGES_OPTIMIZER,
+    Skips: Reason.NO_LOSS,
+    Freezes: Reason.STATE,
+    Hooked: Reason.HOOKED,
+    Watches: Reason.OVERRIDES,
+    OwnBackward: Reason.OVERRIDES,
+    Lbfgs: Reason.OPTIMIZER,
+    ByHand: Reason.MANUAL,
 }
+NAMES = {
+    Appends: "`losses`",
+    AppendsElsewhere: "`GATHERED`",
+    AppendsToItsClass: "`numbers`",
+    Averages: "`mean`",
+    SetsBuffer: "mean",
+    Clips: "`net.0.weight`",
+    WritesPassingBuffer: "`calls`",
+    Freezes: "`net.1.training`",
+    Lbfgs: "LBFGS",
+}
+"""Details of the reason, of those that name something."""
 
 
 @pytest.mark.may(
     "look at values, also those of metrics, draw, log by its logger, keep something or optimise by hand in its step",
     "it trains one client at a time, and `trainer.strategy.why_one_at_a_time` says why",
 )
-@pytest.mark.parametrize("make", REFUSED)
+@pytest.mark.parametrize("make", REASONS)
 def test_it_trains_one_at_a_time_and_says_why(fit, caplog, make):
     with caplog.at_level(logging.INFO, "lightning_fcl"):
         auto = make()
         strategy = fit(auto, stream_of(), seed=0).strategy
-    assert strategy.clients_at_once == 1 and REFUSED[make] in strategy.why_one_at_a_time
-    said = [record.getMessage() for record in caplog.records if "one at a time" in record.getMessage()]
-    assert said == [
-        f"Clients of `{make.__name__}` train one at a time, not side by side: {strategy.why_one_at_a_time}."
-    ]
+    obstacle = strategy.why_one_at_a_time
+    assert strategy.clients_at_once == 1 and obstacle.reason is REASONS[make]
+    assert make not in NAMES or NAMES[make] in obstacle.details
+    logged = [record.args for record in caplog.records if record.name == "lightning_fcl.simulation.limits"]
+    assert (make.__name__, obstacle) in logged
     one = make()
     fit(one, stream_of(), cohort_size=1, seed=0)
     torch.testing.assert_close(auto.state_dict(), one.state_dict(), rtol=0, atol=0)
-    if make is not DrawsNoise:  # which is warned of
-        with pytest.raises(ValueError, match=f'Expected `cohort_size=1` or "auto" but got 2: .*{REFUSED[make]}'):
+    if make is not DrawsNoise:  # The library warns of random numbers.
+        with pytest.raises(ValueError, match=re.escape(str(obstacle))):
             fit(make(), stream_of(), cohort_size=2)
 
 
@@ -289,7 +303,7 @@ def test_a_step_that_speaks_to_its_logger_does_so_for_each_client(fit):
 
     kept = []
     trainer = fit(Speaks(), stream_of(), trainer_args={"logger": Keeps()})
-    assert "its step speaks to the logger itself" in trainer.strategy.why_one_at_a_time
+    assert trainer.strategy.why_one_at_a_time.reason is Reason.LOGGER
     assert kept == 3 * [0.0, 1.0, 2.0, 3.0, 4.0]
 
 

@@ -17,6 +17,7 @@ from lightning_fcl import methods as library
 from lightning_fcl.callbacks import AGEM, EWC, GEM, FedProto, FedRep, FedViT, FLwF, FLwF2T, ICaRL, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
+from lightning_fcl.federation.obstacles import Reason
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of
 from lightning_fcl.methods.declaration import Declaration, Needs, matches, overrides, remembers, shapes_loss
@@ -170,9 +171,10 @@ def test_what_stands_for_several_clients_has_no_part(fit, make_stream, make_task
         def penalty(self, client, step):
             return 0.0 * client.part.round
 
-    with pytest.raises(RuntimeError, match="several train side by side"):
+    with pytest.raises(ValueError, match=r"`Looks` cannot be vectorized .*several train side by side"):
         fit(make_task(), make_stream(), [Looks()], cohort_size=3)
-    fit(make_task(), make_stream(), [Looks()], cohort_size=1)
+    strategy = fit(make_task(), make_stream(), [Looks()]).strategy
+    assert strategy.why_one_at_a_time.reason is Reason.METHOD_FAILS
 
 
 @pytest.mark.parametrize(

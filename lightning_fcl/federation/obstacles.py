@@ -1,0 +1,113 @@
+"""Reasons why clients train sequentially and not vectorized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reason(Enum):
+    """A reason for sequential training. The value is the text, with a place for each detail."""
+
+    # Settings.
+    COHORT_SIZE = "`cohort_size` is 1"
+    PARAMETERS = "the module has more than {:,} parameters"
+    KEEP_OPTIMIZER = "`keep_optimizer` is True, and each client keeps its optimizer"
+    PRECISION = "the precision is {}"
+    OPTIMIZERS = "the module has several optimizers"
+    OPTIMIZER = "`{}` does not update each number independently of the others"
+    FINETUNING = "`{}` adds parameters to the optimizer during training"
+    OVERRIDES = "{}"
+    MANUAL = "`{}` uses manual optimization. Automatic optimization can be vectorized"
+    HOOKED = "`{}` of `{}` has hooks, which would see the values of several clients"
+    NO_SAMPLES = "no client has samples"
+
+    # Methods.
+    METHOD_PROJECTS = "`{}` changes the gradient of one client at a time"
+    METHOD_TRAINS = "`{}` trains one client at a time"
+    METHOD_PAIRS = "`{}` needs samples and targets, but the batches are not pairs"
+    METHOD_FAILS = "`{}` cannot be vectorized ({})"
+    METHOD_PADDING = (
+        "`{}` computes statistics of a batch without `step.mean` or `step.weight`, and padding changes them"
+    )
+    METHOD_DIFFERS = "`{}` gives another result if it is vectorized"
+    METHOD_STATE = "`penalty` or `task_weight` of `{}` changes {}, which all clients of a step share"
+
+    # Random numbers.
+    RANDOM = "a layer, a loss or a method draws random numbers"
+    OTHER_RANDOM = "the module draws random numbers of NumPy or Python. `torch.nn.functional.dropout` can be vectorized"
+
+    # Training on padded batches.
+    NO_SAMPLE_LOSS = "`{}` does not define `sample_loss`, as `Classifier` does"
+    NOT_TENSORS = "the batches are not pairs of tensors"
+    OTHER_SAMPLES = "`{}` of a sample depends on the other samples of the batch"
+    FORWARD_STATE = "`forward` or `sample_loss` changes attributes or buffers of the module"
+    NOT_REPEATABLE = "the step gives another result each time, or depends on a counter that is not the client's"
+    LOSS_LOGS = "`sample_loss` or `forward` logs, and padding would be logged as well"
+
+    # The module's own training step.
+    FAILS = "vectorizing the step fails ({})"
+    READS_VALUE = "the step reads a value (`.item()`, `float()`). Log and compute with the tensor"
+    BRANCHES = "the step branches on a value. Use `torch.where`"
+    METRIC = (
+        "the step updates a metric of torchmetrics that is not a part of the module, or reads its value. Make it an "
+        "attribute, and log the metric object"
+    )
+    LOG_VALUE = "the step logs `{}`, which is not a number, or with a `reduce_fx` of its own"
+    LOGGER = "the step uses the logger. Use `self.log`"
+    NO_LOSS = "the step returns no loss for some batches. Return a loss of zero"
+    BATCH_CONTENT = "the batches contain a `{}`, and only tensors can be stacked"
+    SHAPES = "the batches of two clients have different shapes"
+    CHANGES_OPTIMIZER = "the step changes the optimizer. Use a scheduler, or a hook of the epoch"
+    WRITES_PARAMETER = "the step writes {}, a parameter that the optimizer trains"
+    STATE = "the step changes {}, which the next client would see. Use a registered buffer, and write it in place"
+    NEW_BUFFER = "the step replaces the buffer `{}`. Write it in place"
+    STEP_LOSS = "the step has another loss if it is vectorized"
+    STEP_GRADIENTS = "the step has other gradients if it is vectorized"
+    STEP_LOGS = "the step logs other values if it is vectorized"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """An obstacle to vectorized training.
+
+    Args:
+        reason: The reason.
+        details: Names and values for its text.
+
+    Example:
+        >>> str(Obstacle(Reason.METHOD_TRAINS, ("SI",)))
+        '`SI` trains one client at a time'
+    """
+
+    reason: Reason
+    details: Sequence[object] = ()
+
+    def __str__(self) -> str:
+        return self.reason.value.format(*self.details)
+
+
+class ObstacleError(ValueError):
+    """An obstacle that a step meets."""
+
+    def __init__(self, reason: Reason, *details: object) -> None:
+        self.obstacle = Obstacle(reason, details)
+        super().__init__(str(self.obstacle))
+
+
+# Parts of messages of PyTorch.
+_KNOWN = {
+    "randomness": Reason.RANDOM,
+    ".item()": Reason.READS_VALUE,
+    "data-dependent control flow": Reason.BRANCHES,
+}
+
+
+def obstacle_of(error: Exception) -> Obstacle:
+    """Return the obstacle that an error of a vectorized step stands for."""
+    if isinstance(error, ObstacleError):
+        return error.obstacle
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    known = next((reason for part, reason in _KNOWN.items() if part in str(error)), None)
+    return Obstacle(Reason.FAILS, (text,)) if known is None else Obstacle(known)

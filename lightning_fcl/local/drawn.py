@@ -1,0 +1,135 @@
+"""Drawn targets and outputs, on which a trial finds out whether a row depends on the other rows of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+
+ROWS = 16
+"""Number of samples that a trial reads."""
+_SEED = 5923  # The stream's seed must not change the result of a trial.
+_NUMBERS = 2**17  # A loss of many classes sees each class once, if the drawn outputs have at most so many numbers.
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6
+
+RowFunction = Callable[[Tensor, Tensor], Tensor]
+"""``function(output, y)``: a tensor with a row for each sample."""
+
+
+class Composition(Enum):
+    """A composition of the targets of a batch. The value is the share of the first class, if there is one."""
+
+    EACH = None  # each class once, and again from the first
+    DRAWN = 0.0
+    UNEQUAL = 0.75  # the others are drawn
+    SINGLE = 1.0
+
+
+class Drawer:
+    """Draws batches of targets and outputs by a seed of its own.
+
+    Args:
+        y: Targets of some samples, shape (samples, ...).
+        output: Outputs for them, shape (samples, ...).
+        num_classes: Number of classes if the targets are classes, otherwise 0.
+    """
+
+    def __init__(self, y: Tensor, output: Tensor, num_classes: int) -> None:
+        is_class = num_classes > 0 and y.dim() == 1 and not y.is_floating_point()
+        self._pool = torch.arange(num_classes).to(y) if is_class else torch.unique(y)
+        self._output, self._shape = output.detach(), y.shape[1:]
+        row = max(1, output[0].numel())
+        self.rows = max(ROWS, min(len(self._pool), _NUMBERS // row))
+        self._generator = torch.Generator().manual_seed(_SEED)
+        self._in_range = False
+
+    def targets(self, composition: Composition, rows: int | None = None) -> Tensor:
+        """Return targets, shape (rows, ...)."""
+        shape = (rows or self.rows, *self._shape)
+        if composition.value is None:
+            chosen = torch.arange(int(np.prod(shape))).view(shape) % len(self._pool)
+        else:
+            chosen = torch.randint(len(self._pool), shape, generator=self._generator)
+            chosen[: int(composition.value * len(chosen))] = 0
+        return self._pool[chosen.to(self._pool.device)]
+
+    def outputs(self, scale: float = 1.0, rows: int | None = None) -> Tensor:
+        """Return outputs, shape (rows, ...): normal, or uniform in the range of the module's own outputs."""
+        shape = (rows or self.rows, *self._output.shape[1:])
+        if self._in_range:
+            low, high = self._output.min(), self._output.max()
+            return low + (high - low) * torch.rand(shape, generator=self._generator).to(self._output)
+        return scale * torch.randn(shape, generator=self._generator).to(self._output)
+
+    def fit_range_of(self, function: RowFunction) -> None:
+        """Draw in the range of the module's own outputs if the function rejects other outputs, as BCE does."""
+        try:
+            function(self.outputs(), self.targets(Composition.EACH))
+        except (ValueError, RuntimeError):
+            self._in_range = True
+
+    def has_independent_rows(self, function: RowFunction) -> bool:
+        """Return whether no row changes if other rows are replaced, removed, appended or prepended."""
+        kept = torch.arange(0, self.rows, 2)
+        for composition in Composition:
+            output, y = self.outputs(), self.targets(composition)
+            whole = function(output, y)
+            if not is_close(function(output[kept], y[kept]), whole[kept]):
+                return False
+            for other in Composition:
+                for scale in (0.1, 10.0):
+                    new, new_y = self.outputs(scale), self.targets(other)
+                    longer = function(torch.cat([new, output, new]), torch.cat([new_y, y, new_y]))
+                    if not is_close(longer[self.rows : -self.rows], whole):
+                        return False
+                    new[kept], new_y[kept] = output[kept], y[kept]
+                    if not is_close(function(new, new_y)[kept], whole[kept]):
+                        return False
+        return True
+
+
+def trial_rows(stream: FederatedStream) -> IntArray | None:
+    """Return `ROWS` samples spread over the training data, which the stream's seed does not change; None: no data."""
+    if not any(len(rows) for current in stream.plan.train for rows in current.values()):
+        return None
+    samples = stream.samples
+    held_out = [mask for mask in (samples.test, samples.validation) if mask is not None]
+    rows = np.flatnonzero(~np.logical_or.reduce(held_out)) if held_out else np.arange(len(samples))
+    chosen: IntArray = rows[np.linspace(0, len(rows) - 1, ROWS).round().astype(np.int64)]
+    return chosen
+
+
+def has_independent_outputs(forward: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Return whether an output keeps its value if other inputs are replaced, or removed or appended behind it.
+
+    Padding and the batches of other clients never change the place of a sample in its batch.
+    """
+    whole = forward(x)
+    if not isinstance(whole, Tensor) or len(whole) != len(x):
+        return False
+    kept, others, fewer = torch.arange(0, len(x), 2), torch.arange(1, len(x), 2), len(x) // 2 + 1
+    for new in (torch.zeros_like(x[others]), x[others.flip(0)], x[kept[: len(others)]]):
+        replaced = x.clone()
+        replaced[others] = new
+        if not is_close(forward(replaced)[kept], whole[kept]):
+            return False
+    longer = forward(torch.cat([x, x.flip(0)]))
+    return is_close(forward(x[:fewer]), whole[:fewer]) and is_close(longer[: len(x)], whole)
+
+
+def is_close(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors are equal but for rounding, by the norm of their difference."""
+    if left.shape != right.shape:
+        return False
+    left, right = left.detach(), right.detach()
+    finite = right.isfinite()
+    if not torch.equal(left.isfinite(), finite):
+        return False
+    distance = (left - right).where(finite, 0.0).norm()
+    return bool(distance <= _RELATIVE * right.where(finite, 0.0).norm() + _ABSOLUTE)
