@@ -26,6 +26,7 @@ from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
+from lightning_fcl.methods.experience import lasting, noted, receive
 from lightning_fcl.methods.functional import (
     features_of,
     gradient_of,
@@ -152,15 +153,19 @@ class MethodDriver(Callback):
             return
         self._seen = []
         server = {name: value.detach().clone() for name, value in entries(pl_module).items()}
-        for method in self.methods:
-            method.server_entries = method.server_entries or method.server_state(pl_module)
-            server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
         clients = []
         for method in self.methods:
             at = self._client_round(trainer, method)
             client = Client(method.memory, server, at, pl_module, section=method.section)
-            method.memory = client.memory = method.on_download(client)
+            kept = method.server_entries
+            if client.enters_experience:
+                kept = lasting(method, kept)
+            first = method.server_state(pl_module).items()
+            method.server_entries = {n: kept[n] if n in kept else value.clone() for n, value in first}
+            server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
             clients.append(client)
+        for method, client in zip(self.methods, clients, strict=True):
+            method.memory = client.memory = receive(method, client)
         recalls = Recalled(self.methods, [clients], lambda section: keys_of(trainer.current_epoch, ["local"], section))
         self.begin(clients, recalls)
 
@@ -272,7 +277,7 @@ class MethodDriver(Callback):
                 sent = method.contribute(client, entries(pl_module), data)
                 sums.add_all({name: value[None] for name, value in sent.items()}, weights=[1.0], numbers=[0])
                 method.server_entries = sums.result(method.server_entries)
-            method.memory = method.end_round(client, entries(pl_module), data)
+            method.memory = noted(method, client, method.end_round(client, entries(pl_module), data))
             if not (at.last_round or stream_of(trainer) is not None):
                 self._unfinished.append((method, client))
 
@@ -283,7 +288,7 @@ class MethodDriver(Callback):
         for method, client in self._unfinished:
             last = replace(client.part, last_round=True)
             ended = Client(client.memory, client.server, last, pl_module, section=method.section)
-            method.memory = method.end_round(ended, entries(pl_module), self._data(method))
+            method.memory = noted(method, ended, method.end_round(ended, entries(pl_module), self._data(method)))
         self._unfinished = []
 
     def _client_round(self, trainer: L.Trainer, method: Declaration) -> ClientRound:

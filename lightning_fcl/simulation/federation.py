@@ -27,6 +27,7 @@ from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
+from lightning_fcl.methods.experience import begins_experience, lasting
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
 
@@ -164,6 +165,17 @@ def extra_of(federation: Federation) -> Extra:
         for name, reduction in (declare(kept, method.reductions) if kept else {}).items():
             extra[f"{method.section}.{name}"] = kept[name].to(module.device), reduction
     return extra
+
+
+def start_experience(federation: Federation, round: int) -> None:
+    """Remove what the server keeps for methods of the last experience, if all clients enter another one in a round."""
+    if not begins_experience(federation.stream.plan, round):
+        return
+    server = federation.server
+    for method in federation.methods:
+        kept = server.kept_for(method.section)
+        for name in kept.keys() - lasting(method, kept).keys():
+            del server.extra[f"{method.section}.{name}"]
 
 
 def warn_of_own_entries(federation: Federation) -> None:

@@ -24,9 +24,10 @@ from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
+from lightning_fcl.methods.experience import noted, receive
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
-from lightning_fcl.simulation.federation import Federation, extra_of
+from lightning_fcl.simulation.federation import Federation, extra_of, start_experience
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,7 @@ class Round:
         federation = self.federation
         check_optimizers(federation)
         self.steps_before = federation.module.trainer.global_step
+        start_experience(federation, self.number)
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
@@ -164,7 +166,7 @@ class Round:
         if federation.methods:
             memories = [
                 [
-                    _moved(m.on_download(client_of(m, federation.module, own.get(m.section, {}), state, part)), device)
+                    _moved(receive(m, client_of(m, federation.module, own.get(m.section, {}), state, part)), device)
                     for m in federation.methods
                 ]
                 for part, state, own in zip(clients, states, kept, strict=True)
@@ -214,9 +216,10 @@ class Round:
         sent: State = {}
         for i, method in enumerate(federation.methods):
             kept, reductions = federation.server.kept_for(method.section), federation.server.reductions
-            if not kept:
+            of = {name: reductions[f"{method.section}.{name}"] for name in kept}
+            nothing = {name: of[name].nothing(value) for name, value in kept.items() if of[name].up}
+            if not nothing:
                 continue
-            nothing = {n: reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()}
             rows = [nothing] * len(cohort.clients)
             for row, part in enumerate(cohort.clients):
                 if not method.applies_to(part):
@@ -234,7 +237,7 @@ class Round:
             if remembers(method, part):
                 client = cohort.ended(method, row, memory)
                 client.missed = missed
-                kept[method.section] = method.end_round(client, state, cohort.data(method, row))
+                kept[method.section] = noted(method, client, method.end_round(client, state, cohort.data(method, row)))
         if trained.optimizer is not None:
             kept["optimizer"] = trained.optimizer
         self.federation.server.keep(part.client, state, kept, missed)

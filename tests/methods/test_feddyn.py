@@ -17,10 +17,12 @@ UNIFORM = {"client_weights": "uniform", "seed": 0}
 
 
 def by_hand(task, stream, drawn, alpha):
-    """Algorithm 1 of the paper, with one gradient g of each client and h of the server, in a loop."""
+    """Algorithm 1 of the paper, with one gradient g of each client and h of the server, anew in each experience."""
     names, everyone = [name for name, _ in task.named_parameters()], stream.plan.clients
-    h, g = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
+    experiences = stream.plan.experiences[everyone[0]]
     for round in range(stream.plan.rounds):
+        if round == 0 or experiences[round] != experiences[round - 1]:
+            h, g = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
         ended = []
         for client in drawn(round):
