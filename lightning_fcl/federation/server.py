@@ -44,8 +44,6 @@ Extra = Mapping[str, tuple[Tensor, Reduction | str]]
 class FederatedServer:
     """The server: its state from round to round, and the two messages of a round, download and upload.
 
-    It knows nothing of how clients train.
-
     Args:
         store: Keeps the clients' states.
         client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
@@ -122,8 +120,7 @@ class FederatedServer:
             if name in self.state:
                 raise ValueError(f"Expected extra entries beside those of the module but got `{name}`, which it has.")
             self.reductions[name] = resolve(name, reduction)
-            self.state[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
-        self.extra = {name: self.state[name] for name in extra or ()}
+            self.state[name] = self.extra[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
         self._find_frozen(module)
         check_finite(self.state, self._learnt, "before a round, as the module has it. Begin with a sound state")
@@ -153,10 +150,9 @@ class FederatedServer:
         self.state = state
         self._start = {name: self.reductions[name].start(value) for name, value in state.items()}
         down = {name: value for name, value in state.items() if self.reductions[name].down}
-        sent = self.sent_once.offer(down, self.reductions).items()
-        self._download_bytes = sum(
-            self.reductions[n].wire_bytes(v) for n, v in sent if n not in (self._published or ())
-        )
+        known = self._published or ()
+        sent = self.sent_once.offer({n: v for n, v in down.items() if n not in known}, self.reductions)
+        self._download_bytes = sum(self.reductions[name].wire_bytes(value) for name, value in sent.items())
         self._all_travel = len(down) == len(state) and all(self._start[name] is down[name] for name in down)
 
     @property

@@ -20,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.aggregation import Aggregator, declare, entries
+from lightning_fcl.federation.aggregation import Aggregator, entries
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import Recalled, check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
-from lightning_fcl.methods.experience import lasting, noted, receive
+from lightning_fcl.methods.experience import declared, lasting, noted, receive
 from lightning_fcl.methods.functional import (
     features_of,
     gradient_of,
@@ -273,7 +273,7 @@ class MethodDriver(Callback):
             client = Client(began.memory, began.server, at, pl_module, section=method.section)
             client.steps = began.steps
             if method.server_entries and overrides(method, "contribute"):
-                sums = Aggregator(declare(method.server_entries, method.reductions))
+                sums = Aggregator(declared(method, method.server_entries))
                 sent = method.contribute(client, entries(pl_module), data)
                 sums.add_all({name: value[None] for name, value in sent.items()}, weights=[1.0], numbers=[0])
                 method.server_entries = sums.result(method.server_entries)

@@ -14,8 +14,9 @@ import torch
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.scenarios.scenario import Plan
-from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.aggregation import State, declare
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Declaration, matches, overrides
 
@@ -42,6 +43,19 @@ def noted(method: Declaration, client: Client, memory: Memory) -> Memory:
 def lasting(method: Declaration, kept: State) -> State:
     """Return the entries of client state or of the server that do not belong to one experience."""
     return {name: value for name, value in kept.items() if not matches(name, method.of_experience)}
+
+
+def declared(method: Declaration, kept: State) -> dict[str, Reduction]:
+    """Return the reductions of what the server keeps for a method in a round.
+
+    Entries that clients receive once are not there in each round.
+    """
+    rules = {
+        pattern: reduction
+        for pattern, reduction in method.reductions.items()
+        if isinstance(reduction, str) or not reduction.once or any(matches(name, pattern) for name in kept)
+    }
+    return declare(kept, rules) if kept else {}
 
 
 def begins_experience(plan: Plan, round: int) -> bool:

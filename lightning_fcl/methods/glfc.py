@@ -174,7 +174,9 @@ class GLFC(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.proxy:
+        if not self.proxy:
+            vars(self)["reductions"] = {"before.*": Once()}
+        else:
             vars(self)["needs"] = replace(self.needs, samples=True)  # the proxy server's part alone looks at them
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -27,7 +27,7 @@ from lightning_fcl.methods.declaration import Declaration, client_of, overrides,
 from lightning_fcl.methods.experience import noted, receive
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
-from lightning_fcl.simulation.federation import Federation, extra_of, start_experience
+from lightning_fcl.simulation.federation import Federation, extra_of, forget_experiences
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
 
 log = logging.getLogger(__name__)
@@ -135,8 +135,9 @@ class Round:
         federation = self.federation
         check_optimizers(federation)
         self.steps_before = federation.module.trainer.global_step
-        start_experience(federation, self.number)
-        federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
+        extra = extra_of(federation)
+        forget_experiences(federation, extra, self.number)
+        federation.server.begin_round(federation.module, federation.strategy.rules, extra)
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
         self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
