@@ -132,8 +132,9 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
             upload.update({name: value[0].detach().clone() for name, value in {**up, **coded}.items()})
         return taken
 
+    received = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
+
     def work(round: Round) -> Generator[Any, None, None]:
-        received = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
         if missing := [name for name, of in server.reductions.items() if of.down and name not in received]:
             raise RefusedError(
                 f"Expected the server to send {quoted(missing)} of this recipe's model but it did not. "

@@ -84,6 +84,20 @@ CASES = {
         "trainer": {"strategy": strategy(client_weights="uniform", participation=3), "callbacks": [method("SCAFFOLD")]}
     },
     "personal models": {"trainer": {"callbacks": [method("Ditto"), method("SI"), method("MOON"), method("FedNTD")]}},
+    "an earlier model of the server": {
+        "trainer": {
+            "strategy": strategy(participation=2),
+            "callbacks": [method("LwF", teacher="server"), method("FedProx")],
+        },
+        "data": {"scenario": classes(experiences=2, rounds_per_experience=3)},
+    },
+    "variates and gradients of one experience": {
+        "trainer": {
+            "strategy": strategy(client_weights="uniform", participation=2),
+            "callbacks": [method("SCAFFOLD"), method("FedDyn")],
+        },
+        "data": {"scenario": classes(experiences=2, rounds_per_experience=2)},
+    },
     "moved by the server": {
         "trainer": {"strategy": strategy(client_weights="uniform"), "callbacks": [method("FedDyn")]}
     },
@@ -154,9 +168,14 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
     assert [one["skipped"] for one in there] == [one["skipped"] for one in here]
     assert [one["correct"].get("server") for one in there] == [one["correct"].get("server") for one in here]
     assert [one["dropped"] for one in here] == [{}] * len(here)
+    if case == "an earlier model of the server":
+        assert [one["download_bytes"] for one in there] == [one["download_bytes"] for one in here]
     assert [sorted(one["upload_bytes"]) for one in there] == [sorted(one["upload_bytes"]) for one in here]
     for client in one.clients:
         kept = ClientStore("disk", next((one.folder / "memories").glob(f"*/{client}/now")))[client]
+        received = kept.pop("received", {})
+        assert all(torch.equal(value, also[name]) for name, value in received.items())
+        assert bool(received) == (case == "an earlier model of the server")
         remembered = simulated.trainer.strategy.server.store[client]
         assert kept.keys() == remembered.keys()
         for section, memory in remembered.items():
