@@ -135,7 +135,8 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     received = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
 
     def work(round: Round) -> Generator[Any, None, None]:
-        if missing := [name for name, of in server.reductions.items() if of.down and name not in received]:
+        sent = [name for name, of in server.reductions.items() if of.down and not of.once]
+        if missing := [name for name in (*sent, *head["kept"]) if name not in received]:
             raise RefusedError(
                 f"Expected the server to send {quoted(missing)} of this recipe's model but it did not. "
                 "Deploy one recipe everywhere."

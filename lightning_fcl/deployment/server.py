@@ -169,12 +169,13 @@ class Nodes:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
         server, outline = round.federation.server, outline_of(round.federation.stream, client)
         once = server.sent_once
-        sent = once.sizes.keys() - once.missing(client).keys()
-        down = {n: v for n, v in server.state.items() if server.reductions[n].down and n not in sent}
+        omitted = once.sizes.keys() - once.missing(client)
+        down = {n: v for n, v in server.state.items() if server.reductions[n].down and n not in omitted}
         state = {f"{SERVER if n in server.extra else MODEL}{n}": v for n, v in down.items()}
         state |= {} if node in self.members.alike else {f"{MODEL}{n}": v for n, v in held.items()}
         server.record.download(client, sum(value.nbytes for value in state.values()))
-        return Parcel({**self._head(round), "kind": "train", "outline": asdict(outline)}, state)
+        head = {**self._head(round), "kind": "train", "outline": asdict(outline), "kept": once.kept(client)}
+        return Parcel(head, state)
 
     def _take(
         self, round: Round, client: str, answer: RecordDict, sent: Mapping[str, Any], asked: int, skipped: list[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from lightning_fcl.federation.aggregation import State
@@ -26,24 +27,35 @@ class SentOnce:
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.received: dict[str, tuple[str, ...]] = {}
+        self.derived: set[str] = set()
+
+    def begin_round(
+        self, extra: Mapping[str, tuple[Tensor, object]], state: State, reductions: Mapping[str, Reduction]
+    ) -> None:
+        """Find the entries that a client derives from the model that it receives: they equal their first values."""
+        once = [name for name in extra if reductions[name].once]
+        self.derived = {name for name in once if torch.equal(extra[name][0], state[name])}
 
     def offer(self, down: State, reductions: Mapping[str, Reduction]) -> State:
         """Let clients download the entries whose reduction says so once from now on, and return all others."""
         self.sizes = {name: value.nbytes for name, value in down.items() if reductions[name].once}
         return {name: value for name, value in down.items() if name not in self.sizes}
 
-    def missing(self, client: str) -> dict[str, int]:
-        """Return the entries that a client has not received yet, and their bytes."""
-        received = self.received.get(client, ())
-        return {name: size for name, size in self.sizes.items() if name not in received}
+    def kept(self, client: str) -> list[str]:
+        """Return the names of the entries that a client has received and keeps."""
+        return [name for name in self.received.get(client, ()) if name in self.sizes]
+
+    def missing(self, client: str) -> list[str]:
+        """Return the names of the entries that a client has to receive."""
+        return [name for name in self.sizes.keys() - self.derived if name not in self.received.get(client, ())]
 
     def missing_bytes(self, client: str) -> int:
-        """Return the bytes of the entries that a client has not received yet."""
-        return sum(self.missing(client).values()) if self.sizes else 0
+        """Return the bytes of the entries that a client has to receive."""
+        return sum(self.sizes[name] for name in self.missing(client)) if self.sizes else 0
 
     def kept_bytes(self, client: str) -> int:
         """Return the bytes of the entries that a client has received and keeps."""
-        return sum(self.sizes.values()) - self.missing_bytes(client)
+        return sum(self.sizes[name] for name in self.kept(client))
 
     def note(self, record: RoundRecord) -> None:
         """Note that the clients of a round have received all entries, except clients that were dropped."""

@@ -121,6 +121,7 @@ class FederatedServer:
                 raise ValueError(f"Expected extra entries beside those of the module but got `{name}`, which it has.")
             self.reductions[name] = resolve(name, reduction)
             self.state[name] = self.extra[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
+        self.sent_once.begin_round(extra or {}, self.state, self.reductions)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
         self._find_frozen(module)
         check_finite(self.state, self._learnt, "before a round, as the module has it. Begin with a sound state")

@@ -7,6 +7,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import GLFC, ContinualMetrics, LwF
 from lightning_fcl.data.scenarios import ClassIncremental, Staggered
+from lightning_fcl.federation.fedbuff import FedBuff
+from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.methods.client import section
 
 METHODS = {"LwF": lambda: LwF(teacher="server"), "GLFC": GLFC}
@@ -100,15 +102,27 @@ def test_a_client_receives_the_teacher_once_and_the_server_keeps_one(fit, make_s
     for number, (mine, plain) in enumerate(zip(*(record["rounds"] for record in records), strict=True)):
         assert mine["upload_bytes"] == plain["upload_bytes"]
         for client, count in mine["download_bytes"].items():
+            if number == 4:  # the model that all clients receive is the teacher
+                of_teacher[client] = [0]
             if more := count - plain["download_bytes"][client]:
                 of_teacher.setdefault(client, []).append(more)
-            assert not (more and number < 4)
-    assert {*map(tuple, of_teacher.values())} == {(size,)}
+            assert not (more and number < 5)
+    assert sorted(map(tuple, of_teacher.values())) == [(0,), (0,), (size,), (size,)]
     assert sum(value.nbytes for n, value in server.kept_for(name).items() if n.startswith("before.")) == size
     stored = {client: server.store.nbytes(client) for client in server.store}
     assert max(stored.values()) < size  # no client has a copy in the simulation, and yet each one counts it
     for client, count in records[0]["kept_bytes"].items():
         assert count == stored.get(client, 0) + size * (client in of_teacher)
+
+
+def test_a_stale_client_is_taught_by_the_same_model(fit, make_stream, make_task):
+    method = LwF(teacher="server")
+    watch, stream = Watch(method), make_stream(clients=4, rounds_per_experience=4)
+    schedule = FedBuff(Speeds(0.01, spread=1.5), buffer_size=2)
+    trainer = fit(make_task(), stream, [method, watch, metrics := ContinualMetrics()], schedule=schedule, cohort_size=1)
+    later = [teacher for part, teacher in watch.taught if part.experience]
+    assert all(same(teacher, watch.models[4]) for teacher in later) and len(later) == 8
+    assert any(each["staleness"] for each in metrics.record["rounds"]) and trainer.current_epoch == 8
 
 
 @pytest.mark.parametrize("name", METHODS)
