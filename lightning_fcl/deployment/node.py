@@ -135,8 +135,12 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     received = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
 
     def work(round: Round) -> Generator[Any, None, None]:
-        sent = [name for name, of in server.reductions.items() if of.down and not of.once]
-        if missing := [name for name in (*sent, *head["kept"]) if name not in received]:
+        if lost := [name for name in head["kept"] if name not in received]:
+            raise RefusedError(
+                f"Expected client {client} to keep {quoted(lost)} but it did not. The server sends it again."
+            )
+        down = [name for name, of in server.reductions.items() if of.down and not of.once]
+        if missing := [name for name in down if name not in received]:
             raise RefusedError(
                 f"Expected the server to send {quoted(missing)} of this recipe's model but it did not. "
                 "Deploy one recipe everywhere."

@@ -184,6 +184,36 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
 
 
 @pytest.mark.seconds
+def test_a_node_that_lost_the_earlier_model_of_the_server_is_sent_the_model_again(rehearsal, wire):
+    one = rehearsal(
+        {
+            "trainer": {"callbacks": [method("LwF", teacher="server")]},
+            "data": {"scenario": classes(experiences=2, rounds_per_experience=4)},
+        }
+    )
+    one.simulate()
+    losing, *others = one.nodes()
+    answer = losing.answer
+
+    def loses(parcel):
+        if parcel.head["kind"] == "train" and parcel.head["round"] == 5:
+            for folder in (one.folder / "memories").glob(f"*/{losing.client}/*/"):
+                store = ClientStore("disk", folder)
+                for client in store:
+                    store[client] = {name: kept for name, kept in store[client].items() if name != "received"}
+        return answer(parcel)
+
+    losing.answer = loses
+    deployed = one.serve(wire([losing, *others]))
+    dropped = [each["dropped"] for each in one.rounds()]
+    assert [{*each} for each in dropped] == [{losing.client} if number == 5 else set() for number in range(8)]
+    assert "to keep `LwF.before.1." in dropped[5][losing.client]
+    size = sum(value.nbytes for value in deployed.model.state_dict().values())
+    bytes_of = [each["download_bytes"][losing.client] for each in one.rounds()]
+    assert bytes_of == [size, size, size, size, size, size, 2 * size, size]
+
+
+@pytest.mark.seconds
 def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same):
     """Scenarios that deal samples out one by one have a server that knows them."""
     one = rehearsal(
