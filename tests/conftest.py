@@ -146,6 +146,8 @@ KINDS = {
 
 def stream_words(scenario="class-incremental", partition=None, clients=None, **kwargs):
     """A stream's arguments, from those of its scenario, its partition and its split side by side."""
+    if not isinstance(scenario, str):
+        return {**kwargs, "scenario": scenario, "partition": KINDS[partition or "iid"](clients or 10)}
     kind = KINDS[scenario]
     own = {name: kwargs.pop(name) for name in list(kwargs) if name in kind.__dataclass_fields__}
     split = {name: kwargs.pop(name) for name in list(kwargs) if name in Split.__dataclass_fields__}

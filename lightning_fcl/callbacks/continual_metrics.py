@@ -270,7 +270,8 @@ class ContinualMetrics(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if (federation := federation_of(trainer)) is not None:
             mine = [client for client in federation.stream.plan.clients if federation.hosts(client)]
-            kept = {client: federation.server.store.nbytes(client) for client in mine}
+            server = federation.server
+            kept = {client: server.store.nbytes(client) + server.sent_once.kept_bytes(client) for client in mine}
             self.record["kept_bytes"] = self._gathered(trainer, kept)
         if not self.training:
             return

@@ -31,6 +31,8 @@ class ClientRound:
         old_classes: Classes of all clients' earlier experiences. Both are empty where the stream is not of classes.
         task_classes: All classes of the client's current task, ascending, to which a task-incremental method slices the
             logits; empty where all classes compete.
+        drawn: Whether the client was sampled for the round.
+        in_step: Whether all clients of the stream enter each experience in the same round.
     """
 
     client: str
@@ -45,6 +47,7 @@ class ClientRound:
     new_classes: tuple[int, ...] = ()
     old_classes: tuple[int, ...] = ()
     task_classes: tuple[int, ...] = ()
+    in_step: bool = True
 
     @property
     def balanced(self) -> bool:

@@ -270,6 +270,7 @@ class FederatedStream(L.LightningDataModule):
             new_classes=new,
             old_classes=old,
             task_classes=plan.classes_of_task(client, numbers[round]),
+            in_step=plan.in_step,
         )
 
     def sample_history(self, client: str, round: int, trained: Iterable[int]) -> SampleHistory:

@@ -47,11 +47,15 @@ from lightning_fcl.errors import quoted, require
 from lightning_fcl.evaluation.files import cache_folder, inside, locked, write_whole
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.sent_once import kept_once
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
+
+RECEIVED = "received"
+"""The section of what the server sends a client once."""
 
 
 class Node:
@@ -129,9 +133,15 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
             upload.update({name: value[0].detach().clone() for name, value in {**up, **coded}.items()})
         return taken
 
+    received = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
+
     def work(round: Round) -> Generator[Any, None, None]:
-        received = {name.removeprefix(MODEL).removeprefix(SERVER) for name in state}
-        if missing := [name for name, of in server.reductions.items() if of.down and name not in received]:
+        if lost := [name for name in head["kept"] if name not in received]:
+            raise RefusedError(
+                f"Expected client {client} to keep {quoted(lost)} but it did not. The server sends it again."
+            )
+        down = [name for name, of in server.reductions.items() if of.down and not of.once]
+        if missing := [name for name in down if name not in received]:
             raise RefusedError(
                 f"Expected the server to send {quoted(missing)} of this recipe's model but it did not. "
                 "Deploy one recipe everywhere."
@@ -164,6 +174,8 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     progress.ready = progress.started = progress.processed = progress.completed = number
     trainer.fit(parts.module, datamodule=parts.stream)
     record = server.record
+    if once := kept_once(server.extra, server.reductions):
+        server.store.remember(client, RECEIVED, once)
     if not upload:
         raise RefusedError(f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}.")
     start = {name: server.reductions[name].start(server.state[name]) for name in upload}
@@ -185,8 +197,10 @@ def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
             raise RefusedError(f"Expected `{name}` of the server to be finite but some of its numbers are not.")
     load_entries(parts.module, {**known, **model})
     federation = parts.strategy.federation
-    federation.server = FederatedServer(ClientStore("disk", memories), compression=federation.server.compression)
-    federation.server.extra = extra
+    store = ClientStore("disk", memories)
+    kept = [value for client in store for value in store.memory(client, RECEIVED).items()]
+    federation.server = FederatedServer(store, compression=federation.server.compression)
+    federation.server.extra = {**dict(kept), **extra}
     return federation.server
 
 

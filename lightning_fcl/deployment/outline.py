@@ -59,6 +59,8 @@ class Outline:
         common_tasks: The classes of each task that all clients have in common.
         new_classes: The classes that are new to the whole federation in each round.
         dealt: Whether groups tell a round's samples; if not, a node's data must tell its rounds.
+        present: The experiences that clients of the federation are in during each round.
+        in_step: Whether all clients enter each experience in the same round.
     """
 
     client: str
@@ -74,6 +76,8 @@ class Outline:
     history: History = "round"
     samples_per_round: int | None = None
     dealt: bool = True
+    present: Groups = ()
+    in_step: bool = True
 
     @classmethod
     def of_plain(cls, values: Mapping[str, Any]) -> Outline:
@@ -92,6 +96,13 @@ class ClientPlan(Plan):
 
     def classes(self, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.outline.new_classes[round], self.outline.old_classes[round]
+
+    def present(self, round: int) -> tuple[int, ...]:
+        return self.outline.present[round]
+
+    @property
+    def in_step(self) -> bool:
+        return self.outline.in_step
 
     @property
     def common_tasks(self) -> Groups:
@@ -121,6 +132,8 @@ def outline_of(stream: FederatedStream, client: str) -> Outline:
         plan.history,
         per_round,
         dealt,
+        tuple(plan.present(round) for round in range(plan.rounds)),
+        plan.in_step,
     )
 
 

@@ -168,12 +168,14 @@ class Nodes:
     def _sent_to(self, round: Round, held: State, client: str, node: int) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
         server, outline = round.federation.server, outline_of(round.federation.stream, client)
-        down = {n: v for n, v in server.state.items() if server.reductions[n].down}
+        once = server.sent_once
+        omitted = once.sizes.keys() - once.missing(client)
+        down = {n: v for n, v in server.state.items() if server.reductions[n].down and n not in omitted}
         state = {f"{SERVER if n in server.extra else MODEL}{n}": v for n, v in down.items()}
         state |= {} if node in self.members.alike else {f"{MODEL}{n}": v for n, v in held.items()}
         server.record.download(client, sum(value.nbytes for value in state.values()))
-        accepted = server.accepted.get(client, -1)
-        head = {**self._head(round), "kind": "train", "outline": asdict(outline), "accepted": accepted}
+        told = {"accepted": server.accepted.get(client, -1), "kept": once.kept(client)}
+        head = {**self._head(round), "kind": "train", "outline": asdict(outline), **told}
         return Parcel(head, state)
 
     def _take(
@@ -224,6 +226,7 @@ class Nodes:
 
 
 def _drop(round: Round, client: str, why: str) -> None:
+    round.federation.server.sent_once.forget(client)
     round.federation.server.record.dropped.setdefault(client, why)
     log.warning("Round %d: nothing of client %s: %s", round.number, client, why)
 

@@ -221,13 +221,14 @@ class BufferedServer(FederatedServer):
 
     def _like_now(self, version: State) -> State:
         """An earlier state on the device of the present one: a checkpoint's comes back on the CPU."""
-        for name, value in self.state.items():
+        changing = {name: value for name, value in self.state.items() if not self.reductions[name].once}
+        for name, value in changing.items():
             if name not in version or version[name].shape != value.shape:
                 raise ValueError(
                     f"Expected the state that a client has downloaded to have `{name}` of shape {tuple(value.shape)} "
                     "but it is not so: the module has changed, or a checkpoint is damaged. Begin anew."
                 )
-        return {name: version[name].to(value.device) for name, value in self.state.items()}
+        return {**self.state, **{name: version[name].to(value.device) for name, value in changing.items()}}
 
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
         states, kept = super().download(clients)

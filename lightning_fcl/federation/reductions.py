@@ -97,6 +97,9 @@ class Reduction:
     up: bool = True
     """Whether a client sends its value at the end of a round."""
 
+    once: bool = False
+    """Whether a client keeps the server's value, which never changes, and receives it once."""
+
     own: bool = False
     """Whether each client goes on from its own value of the round before."""
 

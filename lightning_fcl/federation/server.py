@@ -30,6 +30,7 @@ from lightning_fcl.federation.exact import CohortSums
 from lightning_fcl.federation.optimizers import OptimizerFactory, ServerOptimizer, make_optimizer, settings_of
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.robust import check_finite, check_moved, find_faults
+from lightning_fcl.federation.sent_once import SentOnce
 from lightning_fcl.federation.wire import DIVERGED, Compression, RoundRecord, transmit
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,6 @@ Extra = Mapping[str, tuple[Tensor, Reduction | str]]
 
 class FederatedServer:
     """The server: its state from round to round, and the two messages of a round, download and upload.
-
-    It knows nothing of how clients train.
 
     Args:
         store: Keeps the clients' states.
@@ -84,6 +83,7 @@ class FederatedServer:
         self.state: State = {}
         self.numbers: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
         self.extra: State = {}  # entries beside the module's, from round to round
+        self.sent_once = SentOnce()
         self.reductions: dict[str, Reduction] = {}
         self._factory = server_optimizer
         self._server_optimizer: ServerOptimizer | None = None
@@ -122,6 +122,7 @@ class FederatedServer:
                 raise ValueError(f"Expected extra entries beside those of the module but got `{name}`, which it has.")
             self.reductions[name] = resolve(name, reduction)
             self.state[name] = self.extra[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
+        self.sent_once.begin_round(extra or {}, self.state, self.reductions)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
         self._find_frozen(module)
         check_finite(self.state, self._learnt, "before a round, as the module has it. Begin with a sound state")
@@ -151,7 +152,8 @@ class FederatedServer:
         self.state = state
         self._start = {name: self.reductions[name].start(value) for name, value in state.items()}
         down = {name: value for name, value in state.items() if self.reductions[name].down}
-        sent = {name: value for name, value in down.items() if name not in (self._published or ())}
+        known = self._published or ()
+        sent = self.sent_once.offer({n: v for n, v in down.items() if n not in known}, self.reductions)
         self._download_bytes = sum(self.reductions[name].wire_bytes(value) for name, value in sent.items())
         self._all_travel = len(down) == len(state) and all(self._start[name] is down[name] for name in down)
 
@@ -176,7 +178,7 @@ class FederatedServer:
         states = [self.state if self._all_travel and not own.get(UNSENT) else self._started(own) for own in kept]
         for client, own in zip(clients, kept, strict=True):
             if not own.get(UNSENT):
-                self.record.download(client, self._download_bytes)
+                self.record.download(client, self._download_bytes + self.sent_once.missing_bytes(client))
         return states, kept
 
     def _started(self, kept: ClientState) -> State:
@@ -307,6 +309,7 @@ class FederatedServer:
         self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
         self.aggregator = Aggregator({})  # the next one may take as much room
         self._offer(aggregate)
+        self.sent_once.note(self.record)
         self.store.end_round()
         return aggregate
 
@@ -334,19 +337,15 @@ class FederatedServer:
         optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
         clients = {client: self.store[client] for client in self.store} if clients is None else clients
         untouched = [name for name in self._published or () if name not in self._changed]
-        return {
-            "clients": clients,
-            "server_optimizer": optimizer,
-            "extra": self.extra,
-            "untouched": untouched,
-            "accepted": self.accepted,
-        }
+        kept = {"extra": self.extra, "sent_once": self.sent_once.received, "accepted": self.accepted}
+        return {"clients": clients, "server_optimizer": optimizer, "untouched": untouched, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint has kept, before `begin`."""
         self.store.replace(state["clients"])
         self.extra = dict(state.get("extra", {}))
         self.accepted = {str(client): int(round) for client, round in state.get("accepted", {}).items()}
+        self.sent_once.received = dict(state.get("sent_once", {}))
         self._restored = state["server_optimizer"]
         kept = state.get("untouched")
         self._untouched = kept if isinstance(kept, list) else None

@@ -30,11 +30,12 @@ from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.local.stacked import StackedTrainer, stack
 from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.methods.client import is_labelled, without_call
-from lightning_fcl.methods.compose import Recalled, compose
+from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides
 from lightning_fcl.methods.driver import step_of
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.random_layers import KeyedRandomness
+from lightning_fcl.methods.replay_samples import DrawnSamples
 
 _SEED = 5923
 _NAMES = ("a", "b")  # The clients of a vectorized step.
@@ -240,7 +241,7 @@ class _MethodTrial:
         output = inputs.outputs[0].clone().requires_grad_()
         step = step_of(module, inputs.server, batch[0] if is_labelled(batch) else None, output)
         step.y = batch[1] if is_labelled(batch) else None
-        step = Recalled([method], [[client]], partial(client_keys, _SEED, [part], "recall")).step(method, step)
+        step = DrawnSamples([method], [[client]], partial(client_keys, _SEED, [part], "recall")).step(method, step)
         if self._why is not None:
             step = step.without_batch(self._why % type(method).__name__)
         with KeyedRandomness(self._keys[0]).drawing():

@@ -124,9 +124,10 @@ class SCAFFOLD(Method):
     keeps its c_i. With momentum K is the `gradient_weight` of the steps; parameters that stay with the clients have no
     variates. The paper's global step size is that of ``server_optimizer``.
 
-    In later experiences a client begins anew: its c_i is 0, and of c it takes what has come since its first download in
-    the experience, which it keeps beside c_i. The paper has one task. Without this, c would hold on to the gradients of
-    clients without samples of the experience, which nobody takes back, and all others would drift by them.
+    Each experience starts with c and all c_i at 0. The paper has one task. Otherwise c would contain the gradients of
+    clients without samples of the experience, which no client removes, and all clients would drift by them. If clients
+    enter an experience in different rounds, c lasts. A client then uses the change of c since its first download in
+    the experience, and keeps the c of that download beside c_i.
 
     Raises:
         ValueError: If there is no federation of uniform ``client_weights``, or no SGD at one learning rate in a round.
@@ -140,6 +141,7 @@ class SCAFFOLD(Method):
         uniform=True, federation="a single client's gradients lack nothing. Remove `SCAFFOLD`"
     )
     reductions: ClassVar[Rules] = {"c.*": Changes(), "clients": "download"}
+    of_experience: ClassVar[tuple[str, ...]] = ("c.*", "begun.*")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         settings = settings_of(trainer.optimizers[0])
@@ -158,9 +160,11 @@ class SCAFFOLD(Method):
     def on_download(self, client: Client) -> Memory:
         if not client.enters_experience:
             return client.memory
-        experience, c = client.part.experience, section(client.shared, "c")
-        begun = c if experience else zeros(c)
-        return {"experience": torch.tensor(experience), **remember(zeros(c), "c"), **remember(begun, "begun")}
+        return remember(zeros(section(client.shared, "c")), "c") | client.memory
+
+    def enters_alone(self, client: Client) -> Memory:
+        c = section(client.shared, "c")
+        return remember(c if client.part.experience else zeros(c), "begun")
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         lacking = {name: value for name, value in self._lacking(client).items() if name in step.params}
@@ -176,7 +180,7 @@ class SCAFFOLD(Method):
     def _lacking(self, client: Client) -> State:
         """What a client's gradients lack of all clients': c - c_i."""
         own, begun = section(client.memory, "c"), section(client.memory, "begun")
-        return {name: value - begun[name] - own[name] for name, value in section(client.shared, "c").items()}
+        return {n: value - begun.get(n, 0) - own[n] for n, value in section(client.shared, "c").items()}
 
     def _variates(self, client: Client, own: State) -> Memory:
         """The client's variates after its training."""
@@ -196,11 +200,15 @@ class FedDyn(MovesServer):
     nobody moves any more, the g_k are the gradients of the clients' losses and add up to 0. A client keeps g_k, and
     sends what FedAvg sends. Parameters that stay with the clients are left alone.
 
+    Each experience starts with h and all g_k at 0: the paper has one task, and the gradients of another task are no
+    correction for the current one.
+
     Args:
         alpha: Weight of both terms, at least 0; 0 is FedAvg.
 
     Raises:
-        ValueError: If ``alpha`` is negative, or no server goes to the uniform mean of what clients have made of it.
+        ValueError: If ``alpha`` is negative, no server goes to the uniform mean of what clients have made of it, or
+            clients enter an experience in different rounds.
 
     Example:
         >>> FedDyn(alpha=0.1).alpha
@@ -209,6 +217,7 @@ class FedDyn(MovesServer):
 
     needs: ClassVar[Needs] = replace(MovesServer.needs, uniform=True)
     reductions: ClassVar[Rules] = {"*": "fixed"}
+    of_experience: ClassVar[tuple[str, ...]] = ("*",)
 
     alpha: float = argument(0.01, at_least, 0)
 

@@ -99,6 +99,9 @@ class Declaration:
     reductions: ClassVar[Rules] = {}
     """How the entries of `server_state` come together: by name or shell-style pattern; others by their mean."""
 
+    of_experience: ClassVar[tuple[str, ...]] = ()
+    """Patterns of entries that last for one experience, see `lightning_fcl.methods.experience`; all others last."""
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         projects, needs = overrides(cls, "project"), cls.needs
@@ -129,6 +132,13 @@ class Declaration:
     def on_download(self, client: Client) -> Memory:
         """What the client remembers at the start of a round, when it has received ``client.server``."""
         return client.memory
+
+    def enters_alone(self, client: Client) -> Memory:
+        """What a client adds to its memory when it enters an experience, if others enter it in other rounds.
+
+        A method whose `server_state` has entries `of_experience` is rejected then unless it overrides this function.
+        """
+        return {}
 
     def begin(self, client: Client) -> None:
         """The client trains now, its state in the module: forget what the last one has left in the method."""

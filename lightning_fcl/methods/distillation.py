@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import above, argument, at_least, between, one_of
-from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method, for_output, masked, true_class, with_classes
+from lightning_fcl.methods.teachers import Once, models_before, present_experiences, with_teacher, without_teacher
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
@@ -127,7 +129,8 @@ class LwF(Method):
         strength: Weight (lambda) of the distillation, at least 0.
         temperature: Softens both sides, above 0.
         teacher: Whose model distils: ``"own"``: the client's, after its last round of earlier experiences;
-            ``"server"``: what it first receives in this one, as federated comparisons have it.
+            ``"server"``: the server's, before the first client entered this experience, see
+            `lightning_fcl.methods.teachers`. The client receives this model once in each experience but the first.
         clients: Who distils; the others fine-tune. See `Method`.
 
     Raises:
@@ -140,31 +143,34 @@ class LwF(Method):
 
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
     """Labels tell the classes that were seen."""
+    reductions: ClassVar[Rules] = {"before.*": Once()}
+    of_experience: ClassVar[tuple[str, ...]] = ("old", "teacher.*")
 
     strength: float = argument(1.0, at_least, 0)
     temperature: float = argument(2.0, above, 0)
     teacher: Literal["own", "server"] = argument("own", one_of, ("own", "server"))
 
+    def server_state(self, module: L.LightningModule) -> State:
+        return models_before(module, present_experiences(module, self.fits)) if self.teacher == "server" else {}
+
     def on_download(self, client: Client) -> Memory:
-        if not client.enters_experience:
-            return client.memory
-        nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
-        memory = client.memory or {"seen": nothing, **self._latest(client.server)}
-        teacher = section(memory, "latest") if self.teacher == "own" else client.server
-        experience = torch.tensor(client.part.experience)
-        return {**memory, "experience": experience, "old": memory["seen"], **remember(teacher, "teacher")}
+        if "old" not in client.memory:
+            nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
+            memory = client.memory if "seen" in client.memory else {"seen": nothing, **self._latest(client.server)}
+            client.memory = {**memory, "old": memory["seen"], **remember(section(memory, "latest"), "teacher")}
+        return with_teacher(client, client.part.experience) if self.teacher == "server" else client.memory
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.strength == 0:
             return 0.0
         old = for_output(client.memory["old"], step.output)
-        teacher = masked(step.predict(section(client.memory, "teacher"), step.x), old)
+        teacher = masked(step.predict({**step.server, **section(client.memory, "teacher")}, step.x), old)
         loss = step.mean(distillation_loss(masked(step.output, old), teacher, self.temperature))
         return self.strength * loss * old.any()
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         seen = with_classes(client.memory["seen"], client.part.labels)
-        return {**client.memory, "seen": seen, **self._latest(own)}
+        return {**without_teacher(client), "seen": seen, **self._latest(own)}
 
     def _latest(self, state: State) -> Memory:
         return remember(state, "latest") if self.teacher == "own" else {}

@@ -21,13 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
-from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
+from lightning_fcl.federation.aggregation import Aggregator, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
+from lightning_fcl.methods.experience import declared, lasting, noted, receive
 from lightning_fcl.methods.functional import (
     features_of,
     gradient_of,
@@ -156,17 +157,21 @@ class MethodDriver(Callback):
             return
         self._seen = []
         server = {name: value.detach().clone() for name, value in entries(pl_module).items()}
-        for method in self.methods:
-            method.server_entries = method.server_entries or method.server_state(pl_module)
-            server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
         clients, stream = [], stream_of(trainer)
         for method in self.methods:
             at = self._client_round(trainer, method)
             client = Client(method.memory, server, at, pl_module, section=method.section)
             if stream is not None:
                 client.history = stream.sample_history(at.client, at.round, range(at.round))
-            method.memory = client.memory = method.on_download(client)
+            kept = method.server_entries
+            if client.enters_experience:
+                kept = lasting(method, kept)
+            first = method.server_state(pl_module).items()
+            method.server_entries = {n: kept[n] if n in kept else value.clone() for n, value in first}
+            server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
             clients.append(client)
+        for method, client in zip(self.methods, clients, strict=True):
+            method.memory = client.memory = receive(method, client)
         drawn = DrawnSamples(self.methods, [clients], lambda name: keys_of(trainer.current_epoch, ["local"], name))
         self.begin(clients, drawn)
 
@@ -268,11 +273,12 @@ class MethodDriver(Callback):
             if client.history is not None and len(at.labels):  # in the order of the batches, as the samples are
                 client.part = replace(at, labels=torch.from_numpy(need_stream(trainer).y[client.history.numbers]))
             if method.server_entries and overrides(method, "contribute"):
-                sums = Aggregator(declare(method.server_entries, method.reductions))
+                sums = Aggregator(declared(method, method.server_entries))
                 sent = method.contribute(client, entries(pl_module), data)
                 sums.add_all({name: value[None] for name, value in sent.items()}, weights=[1.0], numbers=[0])
                 method.server_entries = sums.result(method.server_entries)
-            client.memory = method.memory = method.end_round(client, entries(pl_module), data)
+            memory = noted(method, client, method.end_round(client, entries(pl_module), data))
+            client.memory = method.memory = memory
             self._end_experience(trainer, method, client)
 
     def _end_experience(self, trainer: L.Trainer, method: Declaration, client: Client) -> None:
@@ -299,7 +305,7 @@ class MethodDriver(Callback):
             covers = history.covers_experience
             client.result = {} if covers else self._results.get(method.section, {})
             data = client.selected(data, history.new_in_experience if covers else history.new)
-        return method.end_experience(client, entries(client.module), data)
+        return noted(method, client, method.end_experience(client, entries(client.module), data))
 
     def _history(self, trainer: L.Trainer) -> SampleHistory | None:
         """Return the numbers of the epoch's samples, in the order of its batches; None without a stream."""

@@ -23,6 +23,14 @@ from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import as_input, embeddings, entries_in, evaluating, predictions
 from lightning_fcl.methods.method import Method, class_mask, for_output, sample_size, true_class
+from lightning_fcl.methods.teachers import (
+    Once,
+    has_old_classes,
+    models_before,
+    present_experiences,
+    with_teacher,
+    without_teacher,
+)
 from lightning_fcl.randomness import seed_of
 
 _STEPS, _RATE = 50, 0.2  # by which a prototype is perturbed
@@ -126,15 +134,16 @@ class GLFC(Method):
     are the labels, for old classes replaced by what the teacher says. While no class is old it is the first term alone.
     The stream tells which classes are old, those of all earlier experiences; one that is not of classes has none.
 
-    The teacher is what the client receives when it first takes part in an experience: the server's model after the one
-    before. Exemplars are `Replay`'s, beside it. The paper's detection of new tasks by entropy is not here.
+    The teacher is the server's model before the first client entered the newest experience, see
+    `lightning_fcl.methods.teachers`. A client receives it once in each experience but the first. Exemplars are those of
+    `Replay`, beside it. The paper's detection of new tasks by entropy is not here.
 
-    With ``proxy`` the teacher is the best of the server's models of the experience before. In its first round of an
-    experience a client takes, of each of its classes, the sample whose features are nearest to the class's mean, moves
-    it by 50 steps down the loss of its own model, and sends the gradient of a small network that all have
-    (`encoder_of`). The server rebuilds these samples (`invert`); the best model tells most of the newest experience's,
-    and travels to clients in each round, too. **What leaves a client is, but for these steps, a sample of each of its
-    classes**, for the server to see, and for whoever else reads the upload.
+    With ``proxy`` the teacher is the best of the server's models until then. In its first round of an experience a
+    client takes, of each of its classes, the sample whose features are nearest to the class's mean, moves it by 50
+    steps down the loss of its own model, and sends the gradient of a small network that all have (`encoder_of`). The
+    server rebuilds these samples (`invert`); the best model tells most of the newest experience's. **What leaves a
+    client is, but for these steps, a sample of each of its classes**, for the server to see, and for whoever else reads
+    the upload.
 
     Args:
         strength: Share of the distillation, 0 to 1; 0: class-aware weights alone.
@@ -154,9 +163,10 @@ class GLFC(Method):
     needs: ClassVar[Needs] = Needs(labels=True, logits=True)
     reductions: ClassVar[Rules] = {
         "gradients": Rows(),
-        "best.*": "download",
-        **dict.fromkeys(("images", "labels", "latest"), "fixed"),
+        "before.*": Once(),
+        **dict.fromkeys(("best.*", "images", "labels", "latest"), "fixed"),
     }
+    of_experience: ClassVar[tuple[str, ...]] = ("teacher.*", "told")
 
     strength: float = argument(0.5, between, 0, 1)
     proxy: bool = False
@@ -164,7 +174,9 @@ class GLFC(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.proxy:
+        if not self.proxy:
+            vars(self)["reductions"] = {"before.*": Once()}
+        else:
             vars(self)["needs"] = replace(self.needs, samples=True)  # the proxy server's part alone looks at them
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -175,20 +187,19 @@ class GLFC(Method):
             self._encoder = encoder_of(self._size, self._classes, draws).to(pl_module.device)
 
     def server_state(self, module: L.LightningModule) -> State:
+        distils = self.strength > 0 and has_old_classes(module)
+        teacher = models_before(module, present_experiences(module, 0)[-1:]) if distils else {}
         if not self.proxy:
-            return {}
+            return teacher
         numbers = nn.utils.parameters_to_vector(self._encoder.parameters())
         rows, images = numbers.new_zeros(self._classes, 2 + len(numbers)), numbers.new_zeros(0, *self._size)
         # Before a gradient the experience, from 1, and the class.
         kept = {"gradients": rows, "images": images, "labels": numbers.new_zeros(0), "latest": numbers.new_zeros(())}
-        return kept | remember(entries(module), "best")
+        return kept | remember(entries(module), "best") | teacher
 
     def on_download(self, client: Client) -> Memory:
-        memory, part = client.memory, client.part
-        if client.enters_experience:
-            state = section(client.shared, "best") if self.proxy else client.server
-            teacher = remember(state, "teacher") if self.strength > 0 else {}
-            memory = {"experience": torch.tensor(part.experience), **teacher}
+        part, numbers = client.part, [int(name.split(".")[0]) for name in section(client.shared, "before")]
+        memory = with_teacher(client, max(numbers, default=0)) if self.strength > 0 else client.memory
         known = {"old": part.old_classes, "seen": part.old_classes + part.new_classes}
         return {**memory, **{name: class_mask(part.num_classes, classes) for name, classes in known.items()}}
 
@@ -209,7 +220,7 @@ class GLFC(Method):
         loss = step.mean(class_aware_weights(z, y, old, step.weight) * entropy(target))
         if self.strength == 0:
             return loss
-        said = step.predict(section(client.memory, "teacher"), step.x).sigmoid()
+        said = step.predict({**step.server, **section(client.memory, "teacher")}, step.x).sigmoid()
         share = self.strength * old.any()
         return (1 - share) * loss + share * step.mean(entropy(torch.where(old, said, target)))
 
@@ -227,7 +238,8 @@ class GLFC(Method):
         return {"gradients": sent}
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
-        return {**client.memory, "told": torch.tensor(True)} if self.proxy and not client.missed else client.memory
+        told = {"told": torch.tensor(True)} if self.proxy and not client.missed else {}
+        return without_teacher(client) | told
 
     def server_turn(self, server: Server) -> State:
         if not self.proxy:
@@ -249,6 +261,9 @@ class GLFC(Method):
         )
         if begins or now >= best:
             kept.update(remember(server.state, "best"))
+        following = present_experiences(server.module, 0, later=1)[-1:]
+        if following > present_experiences(server.module, 0)[-1:]:  # the next round begins an experience
+            kept.update(models_before(server.module, following, section(kept, "best")))
         return {}
 
 

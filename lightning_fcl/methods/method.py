@@ -17,6 +17,7 @@ from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.driver import MethodDriver
+from lightning_fcl.methods.experience import check_in_step
 from lightning_fcl.methods.trial import first_rows
 
 
@@ -45,6 +46,7 @@ class Method(Declaration, Callback):
             driver_of(trainer).setup(trainer, pl_module, stage)
         if stage == "fit":
             self.prepare(trainer, pl_module)
+            check_in_step(self, pl_module)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before a fit: refuse what the method cannot work with, and look up what it needs."""

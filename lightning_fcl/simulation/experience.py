@@ -25,6 +25,7 @@ from lightning_fcl.federation.client_store import (
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
+from lightning_fcl.methods.experience import noted
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
@@ -74,7 +75,7 @@ def result_of(method: Declaration, client: Client, own: State, data: Any, earlie
         covers = history.covers_experience
         client.result = {} if covers else earlier
         data = client.selected(data, history.new_in_experience if covers else history.new)
-    return method.end_experience(client, own, data)
+    return noted(method, client, method.end_experience(client, own, data))
 
 
 def share_of(

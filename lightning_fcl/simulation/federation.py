@@ -16,7 +16,7 @@ from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
-from lightning_fcl.federation.aggregation import State, declare, entries, load_entries, reductions_of
+from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import ClientState, enter_round, own_entries
 from lightning_fcl.federation.local_training import LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle
@@ -28,6 +28,7 @@ from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
+from lightning_fcl.methods.experience import begins_experience, declared, lasting
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
 
@@ -173,9 +174,24 @@ def extra_of(federation: Federation) -> Extra:
     extra: dict[str, tuple[Tensor, Reduction | str]] = {}
     for method in federation.methods:
         kept = method.server_state(module)
-        for name, reduction in (declare(kept, method.reductions) if kept else {}).items():
+        for name, reduction in declared(method, kept).items():
             extra[f"{method.section}.{name}"] = kept[name].to(module.device), reduction
     return extra
+
+
+def forget_experiences(federation: Federation, extra: Extra, round: int) -> None:
+    """Remove what the server keeps for methods and no client needs in a round: entries of earlier experiences.
+
+    Args:
+        extra: What methods keep in the round, see `extra_of`.
+    """
+    server, begins = federation.server, begins_experience(federation.stream.plan, round)
+    for method in federation.methods:
+        kept = server.kept_for(method.section)
+        last = lasting(method, kept) if begins else kept
+        for name in (f"{method.section}.{name}" for name in kept):
+            if name not in extra or name.removeprefix(f"{method.section}.") not in last:
+                del server.extra[name]
 
 
 def warn_of_own_entries(federation: Federation) -> None:

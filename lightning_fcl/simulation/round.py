@@ -25,6 +25,7 @@ from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
+from lightning_fcl.methods.experience import noted, receive
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.experience import (
@@ -37,7 +38,7 @@ from lightning_fcl.simulation.experience import (
     sections_of,
     share_of,
 )
-from lightning_fcl.simulation.federation import Federation, extra_of
+from lightning_fcl.simulation.federation import Federation, extra_of, forget_experiences
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,9 @@ class Round:
         federation = self.federation
         check_optimizers(federation)
         self.steps_before = federation.module.trainer.global_step
-        federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
+        extra = extra_of(federation)
+        forget_experiences(federation, extra, self.number)
+        federation.server.begin_round(federation.module, federation.strategy.rules, extra)
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
         self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
@@ -177,7 +180,7 @@ class Round:
         memories: list[Sequence[Memory]] = [()] * len(clients)
         if federation.methods:
             memories = [
-                [_moved(m.on_download(self._beginning(m, part, state, own)), device) for m in federation.methods]
+                [_moved(receive(m, self._beginning(m, part, state, own)), device) for m in federation.methods]
                 for part, state, own in zip(clients, states, kept, strict=True)
             ]
         federation.strategy.local_steps.begin(federation.optimizers)
@@ -233,9 +236,10 @@ class Round:
         sent: State = {}
         for i, method in enumerate(federation.methods):
             kept, reductions = federation.server.kept_for(method.section), federation.server.reductions
-            if not kept:
+            of = {name: reductions[f"{method.section}.{name}"] for name in kept}
+            nothing = {name: of[name].nothing(value) for name, value in kept.items() if of[name].up}
+            if not nothing:
                 continue
-            nothing = {n: reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()}
             rows = [nothing] * len(cohort.clients)
             for row, part in enumerate(cohort.clients):
                 if not method.applies_to(part):
@@ -271,7 +275,7 @@ class Round:
         """Return the sections that a client keeps for a method."""
         client, data, part = cohort.ended(method, row, memory), cohort.data(method, row), cohort.clients[row]
         client.missed, client.may_end = missed, not self._returns(part, method.accumulates)
-        memory, result = method.end_round(client, state, data), None
+        memory, result = noted(method, client, method.end_round(client, state, data)), None
         before = self.federation.kept_at(part, cohort.kept[row])
         if overrides(method, "end_experience") and client.may_end:
             client.memory = memory

@@ -38,7 +38,7 @@ def begin_schedule(federation: Federation) -> None:
         state[name], reductions[name] = value, resolve(name, reduction)
     learnt = [*trainable(module)]
     frozen = frozen_parameters(module, reductions)
-    sent = {name: value for name, value in state.items() if name not in frozen}
+    sent = {n: value for n, value in state.items() if n not in frozen and not reductions[n].once}
     sizes = message_bytes(sent, reductions, server.compression, learnt)
     deployment = Deployment(
         federation.stream.plan, federation.participation, federation.strategy.local_epochs, *sizes, reductions

@@ -87,6 +87,20 @@ CASES = {
         "trainer": {"strategy": strategy(client_weights="uniform", participation=3), "callbacks": [method("SCAFFOLD")]}
     },
     "personal models": {"trainer": {"callbacks": [method("Ditto"), method("SI"), method("MOON"), method("FedNTD")]}},
+    "an earlier model of the server": {
+        "trainer": {
+            "strategy": strategy(participation=2),
+            "callbacks": [method("LwF", teacher="server"), method("FedProx")],
+        },
+        "data": {"scenario": classes(experiences=2, rounds_per_experience=3)},
+    },
+    "variates and gradients of one experience": {
+        "trainer": {
+            "strategy": strategy(client_weights="uniform", participation=2),
+            "callbacks": [method("SCAFFOLD"), method("FedDyn")],
+        },
+        "data": {"scenario": classes(experiences=2, rounds_per_experience=2)},
+    },
     "moved by the server": {
         "trainer": {"strategy": strategy(client_weights="uniform"), "callbacks": [method("FedDyn")]}
     },
@@ -157,14 +171,49 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
     assert [one["skipped"] for one in there] == [one["skipped"] for one in here]
     assert [one["correct"].get("server") for one in there] == [one["correct"].get("server") for one in here]
     assert [one["dropped"] for one in here] == [{}] * len(here)
+    if case == "an earlier model of the server":
+        assert [one["download_bytes"] for one in there] == [one["download_bytes"] for one in here]
     assert [sorted(one["upload_bytes"]) for one in there] == [sorted(one["upload_bytes"]) for one in here]
     for client in one.clients:
         kept = ClientStore("disk", next((one.folder / "memories").glob(f"*/{client}/now")))[client]
+        received = kept.pop("received", {})
+        assert all(torch.equal(value, also[name]) for name, value in received.items())
+        assert bool(received) == (case == "an earlier model of the server")
         remembered = simulated.trainer.strategy.server.store[client]
         assert kept.keys() == remembered.keys()
         for section, memory in remembered.items():
             assert memory.keys() == kept[section].keys()
             assert all(torch.equal(value, kept[section][name]) for name, value in memory.items())
+
+
+@pytest.mark.seconds
+def test_a_node_that_lost_the_earlier_model_of_the_server_is_sent_the_model_again(rehearsal, wire):
+    one = rehearsal(
+        {
+            "trainer": {"callbacks": [method("LwF", teacher="server")]},
+            "data": {"scenario": classes(experiences=2, rounds_per_experience=4)},
+        }
+    )
+    one.simulate()
+    losing, *others = one.nodes()
+    answer = losing.answer
+
+    def loses(parcel):
+        if parcel.head["kind"] == "train" and parcel.head["round"] == 5:
+            for folder in (one.folder / "memories").glob(f"*/{losing.client}/*/"):
+                store = ClientStore("disk", folder)
+                for client in store:
+                    store[client] = {name: kept for name, kept in store[client].items() if name != "received"}
+        return answer(parcel)
+
+    losing.answer = loses
+    deployed = one.serve(wire([losing, *others]))
+    dropped = [each["dropped"] for each in one.rounds()]
+    assert [{*each} for each in dropped] == [{losing.client} if number == 5 else set() for number in range(8)]
+    assert "to keep `LwF.before.1." in dropped[5][losing.client]
+    size = sum(value.nbytes for value in deployed.model.state_dict().values())
+    bytes_of = [each["download_bytes"][losing.client] for each in one.rounds()]
+    assert bytes_of == [size, size, size, size, size, size, 2 * size, size]
 
 
 @pytest.mark.seconds

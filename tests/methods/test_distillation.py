@@ -12,6 +12,7 @@ from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client, Step, remember, section
 from lightning_fcl.methods.distillation import distillation_loss
+from lightning_fcl.methods.experience import noted, receive
 from lightning_fcl.methods.functional import teacher_of
 
 from .test_fedprox import Detour
@@ -93,22 +94,24 @@ def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
 @pytest.mark.parametrize(("teacher", "of"), [("own", 2), ("server", 0)])
 def test_lwf_learns_of_experiences_from_their_number(make_task, teacher, of):
     method, states = LwF(teacher=teacher), [make_task(seed=s).state_dict() for s in range(4)]
-    memory = method.on_download(Client({}, states[0], ClientRound("a", 0, num_classes=4)))
-    assert memory["old"].tolist() == [False] * 4
-    memory = method.end_round(Client(memory, part=ClientRound("a", 0, labels=torch.tensor([2, 2]))), states[1], None)
-    same = method.on_download(Client(memory, states[0], ClientRound("a", 1, experience=0)))
+    before = {f"LwF.before.1.{name}": value for name, value in states[0].items()} if teacher == "server" else {}
+
+    def a_round(memory, received, own, number, experience, label):
+        part = ClientRound("a", number, experience, torch.tensor([label]), num_classes=4)
+        client = Client(memory, {**received, **(before if experience else {})}, part, section="LwF")
+        client.memory = receive(method, client)
+        return client.memory, noted(method, client, method.end_round(client, own, None))
+
+    first, memory = a_round({}, states[0], states[1], 0, 0, label=2)
+    assert first["old"].tolist() == [False] * 4
+    same, memory = a_round(memory, states[0], states[2], 1, 0, label=0)
     assert same["old"].tolist() == [False] * 4
-    memory = method.end_round(Client(same, part=ClientRound("a", 1, labels=torch.tensor([0]))), states[2], None)
-    memory = method.on_download(Client(memory, states[0], ClientRound("a", 2, experience=1)))
-    assert memory["old"].tolist() == [True, False, True, False]
-    assert all(torch.equal(section(memory, "teacher")[n], states[of][n]) for n in states[of])
-    memory = method.end_round(
-        Client(memory, part=ClientRound("a", 2, experience=1, labels=torch.tensor([1]))), states[3], None
-    )
-    later = method.on_download(Client(memory, states[1], ClientRound("a", 3, experience=1)))
-    assert later["old"].tolist() == [True, False, True, False]
-    assert all(torch.equal(section(later, "teacher")[n], states[of][n]) for n in states[of])
-    assert bool(section(later, "latest")) == (teacher == "own")
+    for number in (2, 3):
+        later, memory = a_round(memory, states[3], states[3], number, 1, label=1)
+        assert later["old"].tolist() == [True, False, True, False]
+        assert all(torch.equal(section(later, "teacher")[n], states[of][n]) for n in states[of])
+        assert bool(section(memory, "teacher")) == (teacher == "own")  # that of the server stays there
+        assert bool(section(later, "latest")) == (teacher == "own")
 
 
 def normalised(make_task):

@@ -17,10 +17,12 @@ UNIFORM = {"client_weights": "uniform", "seed": 0}
 
 
 def by_hand(task, stream, drawn, alpha):
-    """Algorithm 1 of the paper, with one gradient g of each client and h of the server, in a loop."""
+    """Algorithm 1 of the paper, with one gradient g of each client and h of the server, anew in each experience."""
     names, everyone = [name for name, _ in task.named_parameters()], stream.plan.clients
-    h, g = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
+    experiences = stream.plan.experiences[everyone[0]]
     for round in range(stream.plan.rounds):
+        if round == 0 or experiences[round] != experiences[round - 1]:
+            h, g = dict.fromkeys(names, 0.0), {client: dict.fromkeys(names, 0.0) for client in everyone}
         start = {name: p.detach().clone() for name, p in task.named_parameters()}
         ended = []
         for client in drawn(round):
@@ -71,7 +73,7 @@ def test_it_sends_what_fedavg_sends_and_leaves_own_parameters_alone(fit, make_st
         trainer = fit(make_task(), make_stream(), [*methods, metrics], **options)
         records.append([(entry["upload_bytes"], entry["download_bytes"]) for entry in metrics.record["rounds"]])
         if methods:
-            kept = {"way.model.1.weight", "way.model.1.bias"}
+            kept = {"way.model.1.weight", "way.model.1.bias", "experience"}
             assert trainer.strategy.server.store["0"]["FedDyn"].keys() == kept
     assert records[0] == records[1]
 

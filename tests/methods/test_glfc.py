@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.callbacks import GLFC, ContinualMetrics
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.client import Client, Step
+from lightning_fcl.methods.experience import receive
 from lightning_fcl.methods.glfc import class_aware_weights
 from lightning_fcl.models import MLP
 
@@ -166,9 +167,9 @@ def test_the_best_old_model_is_the_one_that_tells_most_of_what_was_rebuilt(fit, 
                 assert torch.equal(models.kept[first + 3][f"best.{name}"], value)
             behind.append(best < first + 3)
             assert torch.equal(models.kept[first + 3]["images"], models.kept[first]["images"])
-        teacher = trainer.strategy.server.store.memory("0", "GLFC")
+        teacher = trainer.strategy.server.kept_for("GLFC")
         for name in task.state_dict():
-            assert torch.equal(teacher[f"teacher.{name}"], models.kept[3][f"best.{name}"])
+            assert torch.equal(teacher[f"before.1.{name}"], models.kept[3][f"best.{name}"])
     assert any(behind)  # not simply the last
 
 
@@ -196,13 +197,17 @@ def test_a_proxy_server_is_refused_where_there_is_no_federation(make_task, train
         train(make_task(), [GLFC(proxy=True)], samples())
 
 
-def test_the_teacher_is_what_comes_first_in_an_experience():
+def test_the_teacher_is_the_servers_model_before_the_newest_experience():
     method, memory = GLFC(), {}
     for number, (experience, taught) in enumerate([(0, 0), (0, 0), (2, 2), (2, 2), (3, 4)]):
         part = ClientRound("0", number, experience, num_classes=4, new_classes=(3,), old_classes=(0, 1))
-        memory = method.on_download(Client(memory, {"w": torch.tensor(float(number))}, part))
+        server = {"w": torch.tensor(float(number)), f"GLFC.before.{experience}.w": torch.tensor(float(taught))}
+        client = Client(memory, server, part, section="GLFC")
+        client.memory = memory = receive(method, client)
         assert float(memory["teacher.w"]) == taught
         assert memory["old"].tolist() == [True, True, False, False]
         assert memory["seen"].tolist() == [True, True, False, True]
         untaught = GLFC(strength=0.0).on_download(Client({}, {"w": torch.zeros(1)}, part))
         assert not any(name.startswith("teacher.") for name in untaught)
+        memory = method.end_round(client, {}, None)
+        assert "teacher.w" not in memory  # the server has it

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -79,6 +79,20 @@ class Plan:
     @cached_property
     def _ways(self) -> set[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]:
         return {(parts, self.experiences[client]) for client, parts in self.tasks.items()}
+
+    def present(self, round: int) -> tuple[int, ...]:
+        """The experiences that clients are in during a round, ascending."""
+        return tuple(sorted({numbers[round] for numbers in self._numbers}))
+
+    @cached_property
+    def in_step(self) -> bool:
+        """Whether all clients enter each experience in the same round."""
+        changes = {tuple(before != after for before, after in pairwise(numbers)) for numbers in self._numbers}
+        return len(changes) <= 1
+
+    @cached_property
+    def _numbers(self) -> set[tuple[int, ...]]:
+        return {*self.experiences.values()}
 
     def classes_of_task(self, client: str, experience: int) -> tuple[int, ...]:
         """The outputs to which a task-incremental method slices the logits of a client's experience.

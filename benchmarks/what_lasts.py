@@ -1,0 +1,93 @@
+"""Accuracy if the server's state outside of methods lasts over experiences, and if it starts anew with each of them.
+
+    python benchmarks/what_lasts.py
+
+Digits, 5 experiences of 4 rounds, 6 clients of Dirichlet shares (0.5), `Replay(100)`, seeds 0, 1 and 2. The state is
+that of a server optimizer (moments), of compression (residuals), and of asynchronous rounds (updates of clients that
+started in an earlier experience).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, Replay
+from lightning_fcl.data.partition import Dirichlet
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.federation.fedbuff import BufferedServer, FedBuff
+from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.federation.wire import TopK
+from lightning_fcl.models import MLP
+
+EXPERIENCES, ROUNDS, SEEDS = 5, 4, (0, 1, 2)
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "moments of SGD(lr=1, momentum=0.9)": {"server_optimizer": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9)},
+    "moments of Adam(lr=0.01)": {"server_optimizer": lambda p: torch.optim.Adam(p, lr=0.01)},
+    "residuals of TopK(0.01)": {"compression": TopK(0.01)},
+    "stale updates of FedBuff": {"schedule": FedBuff(Speeds(0.01, spread=1.0), 2)},
+}
+
+
+class StartAnew(L.Callback):
+    """Removes moments and residuals before each experience but the first, and updates that began before it."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        server = trainer.strategy.server
+        if isinstance(server, BufferedServer):
+            brought_up = server._brought_up
+
+            def without_stale(name: str, values: Tensor, clients: list[str]) -> Tensor:
+                rows, now = brought_up(name, values, clients), server._round()
+                for row, client in zip(rows, clients, strict=True):
+                    if (now - server._staleness.get(client, 0)) // ROUNDS < now // ROUNDS:
+                        row.copy_(server.state[name])
+                return rows
+
+            server._brought_up = without_stale
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        server = trainer.strategy.server
+        if (trainer.strategy.federation.round.number + 1) % ROUNDS:
+            return
+        server._server_optimizer, server._restored = None, {}
+        for client in server.store:
+            server.store[client] = {name: own for name, own in server.store[client].items() if name != "residual"}
+
+
+def final_accuracy(seed: int, anew: bool, options: Mapping[str, Any]) -> float:
+    L.seed_everything(seed, verbose=False)
+    task = Classifier(MLP([64, 32, 10]), num_classes=10, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    metrics = ContinualMetrics()
+    trainer = L.Trainer(
+        strategy=FederatedStrategy(**options),
+        max_epochs=EXPERIENCES * ROUNDS,
+        callbacks=[Replay(max_size=100), metrics, *[StartAnew()] * anew],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    scenario = ClassIncremental(EXPERIENCES, rounds_per_experience=ROUNDS)
+    trainer.fit(task, datamodule=FederatedStream("digits", scenario, Dirichlet(6, 0.5), seed=seed))
+    return sum(metrics.record["rounds"][-1]["correct"]["server"]) / sum(metrics.record["totals"])
+
+
+def main() -> None:
+    for name, options in SETTINGS.items():
+        for anew in (False, True):
+            found = [final_accuracy(seed, anew, options) for seed in SEEDS]
+            mean, spread = statistics.mean(found), statistics.stdev(found)
+            print(f"{name}: {'anew' if anew else 'last'} {mean:.3f} ± {spread:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

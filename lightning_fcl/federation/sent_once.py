@@ -1,0 +1,73 @@
+"""Entries of the server that clients keep: `lightning_fcl.federation.reductions.Reduction.once`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.federation.wire import RoundRecord
+
+
+class SentOnce:
+    """The entries of the server that a client receives once, and the clients that have received them.
+
+    Example:
+        >>> import torch
+        >>> once = SentOnce()
+        >>> once.sizes = {"before": 8}
+        >>> once.note(RoundRecord(download_bytes={"a": 8}))
+        >>> once.missing_bytes("a"), once.missing_bytes("b"), once.kept_bytes("a")
+        (0, 8, 8)
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.received: dict[str, tuple[str, ...]] = {}
+        self.derived: set[str] = set()
+
+    def begin_round(
+        self, extra: Mapping[str, tuple[Tensor, object]], state: State, reductions: Mapping[str, Reduction]
+    ) -> None:
+        """Find the entries that a client derives from the model that it receives: they equal their first values."""
+        once = [name for name in extra if reductions[name].once]
+        self.derived = {name for name in once if torch.equal(extra[name][0], state[name])}
+
+    def offer(self, down: State, reductions: Mapping[str, Reduction]) -> State:
+        """Let clients download the entries whose reduction says so once from now on, and return all others."""
+        self.sizes = {name: value.nbytes for name, value in down.items() if reductions[name].once}
+        return {name: value for name, value in down.items() if name not in self.sizes}
+
+    def kept(self, client: str) -> list[str]:
+        """Return the names of the entries that a client has received and keeps."""
+        return [name for name in self.received.get(client, ()) if name in self.sizes]
+
+    def missing(self, client: str) -> list[str]:
+        """Return the names of the entries that a client has to receive."""
+        return [name for name in self.sizes.keys() - self.derived if name not in self.received.get(client, ())]
+
+    def missing_bytes(self, client: str) -> int:
+        """Return the bytes of the entries that a client has to receive."""
+        return sum(self.sizes[name] for name in self.missing(client)) if self.sizes else 0
+
+    def kept_bytes(self, client: str) -> int:
+        """Return the bytes of the entries that a client has received and keeps."""
+        return sum(self.sizes[name] for name in self.kept(client))
+
+    def note(self, record: RoundRecord) -> None:
+        """Note that the clients of a round have received all entries, except clients that were dropped."""
+        if self.sizes:
+            got = record.download_bytes.keys() - record.dropped.keys()
+            self.received = {**self.received, **dict.fromkeys(got, tuple(self.sizes))}
+
+    def forget(self, client: str) -> None:
+        """Send a client all entries again: an answer of the client did not come."""
+        self.received.pop(client, None)
+
+
+def kept_once(kept: Mapping[str, Tensor], reductions: Mapping[str, Reduction]) -> State:
+    """Return the entries that a client keeps."""
+    return {name: value for name, value in kept.items() if name in reductions and reductions[name].once}

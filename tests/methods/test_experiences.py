@@ -1,0 +1,171 @@
+"""State of one experience: it starts anew when all clients enter an experience, and other state lasts."""
+
+import copy
+import inspect
+from typing import ClassVar
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl import callbacks
+from lightning_fcl.callbacks import GLFC, SCAFFOLD, FedDyn, LwF
+from lightning_fcl.data.scenarios import ClassIncremental, Staggered
+from lightning_fcl.federation.reductions import Changes
+from lightning_fcl.methods import Method
+
+from .test_scaffold import by_hand
+
+UNIFORM = {"client_weights": "uniform", "seed": 0}
+
+OF_EXPERIENCE = {
+    "SCAFFOLD": ("c.*", "begun.*"),
+    "FedDyn": ("*",),
+    "LwF": ("old", "teacher.*"),
+    "ICaRL": ("old", "teacher.*"),
+    "GLFC": ("teacher.*", "told"),
+}
+"""The entries of one experience. All entries of other methods last."""
+
+
+def test_each_method_declares_which_entries_belong_to_one_experience():
+    kinds = [kind for name in dir(callbacks) if inspect.isclass(kind := getattr(callbacks, name))]
+    found = {kind.__name__: kind.of_experience for kind in kinds if issubclass(kind, Method)}
+    assert {name: patterns for name, patterns in found.items() if patterns} == OF_EXPERIENCE
+    assert len(found) > 40
+
+
+class Counts(Method):
+    """Counts a client's rounds on the client and on the server, in this experience and in all."""
+
+    reductions: ClassVar = {"*": Changes()}
+    of_experience: ClassVar = ("now.*",)
+    names: ClassVar = ("now.rounds", "ever.rounds")
+
+    def server_state(self, module):
+        return {name: torch.zeros(()) for name in self.names}
+
+    def contribute(self, client, own, data):
+        return {name: torch.ones(()) for name in self.names}
+
+    def end_round(self, client, own, data):
+        return {name: client.memory.get(name, torch.zeros(())) + 1 for name in self.names}
+
+
+class Alone(Counts):
+    """A method that handles clients which enter an experience alone."""
+
+    def enters_alone(self, client):
+        return {"now.rounds": torch.tensor(100.0)}
+
+
+def expected(stream, drawn, rounds):
+    """Rounds of this experience and of all, of the server and of each client, counted in plain Python."""
+    experiences, own, latest = stream.plan.experiences, {}, {}
+    server = [0, 0]
+    for number in range(rounds):
+        if number and all(each[number] != each[number - 1] for each in experiences.values()):
+            server[0] = 0
+        for client in drawn(number):
+            now, ever = own.get(client, (0, 0))
+            if latest.get(client) != experiences[client][number]:
+                now = 0
+            own[client], latest[client] = (now + 1, ever + 1), experiences[client][number]
+            server = [server[0] + 1, server[1] + 1]
+    return tuple(server), own
+
+
+def counted(trainer, kind="Counts"):
+    server, names = trainer.strategy.server, Counts.names
+    states = {client: server.store.memory(client, kind) for client in server.store}
+    own = {client: tuple(int(memory[name]) for name in names) for client, memory in states.items()}
+    return tuple(int(server.kept_for(kind)[name]) for name in names), own
+
+
+@pytest.mark.parametrize("cohort_size", [1, 2])
+@pytest.mark.parametrize("participation", [1.0, 2])
+def test_counts_are_those_of_the_experience_and_of_all(fit, make_stream, make_task, participation, cohort_size):
+    stream = make_stream(clients=4, rounds_per_experience=3)
+    trainer = fit(make_task(), stream, [Counts()], participation=participation, cohort_size=cohort_size, seed=0)
+    drawn = trainer.strategy.federation.participation.drawn
+    server, own = expected(stream, lambda number: drawn(stream.plan, number), stream.plan.rounds)
+    assert counted(trainer) == (server, own)
+    assert server[0] < server[1]
+
+
+def test_there_is_nothing_to_start_anew_in_one_experience(fit, make_stream, make_task):
+    server, own = counted(fit(make_task(), make_stream(experiences=1, rounds_per_experience=3), [Counts()]))
+    assert server == (9, 9) and {*own.values()} == {(3, 3)}
+
+
+@pytest.mark.parametrize("method", [Counts, SCAFFOLD, lambda: FedDyn(0.2)])
+def test_a_resumed_fit_starts_the_same_entries_anew(assert_resumes, make_task, method):
+    assert_resumes(make_task, method, client_weights="uniform")
+
+
+def test_in_a_plain_trainer_a_fit_is_an_experience(train, make_task, samples):
+    method, task = Counts(), make_task()
+    for fits in (1, 2):
+        train(task, [method], samples(), epochs=3)
+        for kept in (method.memory, method.server_entries):
+            assert [int(kept[name]) for name in Counts.names] == [3, 3 * fits]
+
+
+class Variates(Callback):
+    """What clients of SCAFFOLD keep of the server's variates."""
+
+    def __init__(self):
+        self.begun = set()
+
+    def on_round_end(self, trainer, module):
+        for client in trainer.strategy.server.store:
+            memory = trainer.strategy.server.store.memory(client, "SCAFFOLD")
+            self.begun |= {name for name in memory if name.startswith("begun.")}
+
+
+def staggered(make_stream, delay):
+    return make_stream(clients=4, scenario=Staggered(ClassIncremental(2, rounds_per_experience=3), delay=delay))
+
+
+def test_clients_that_enter_at_different_times_are_handled_one_by_one_or_rejected(fit, make_stream, make_task):
+    stream, watch = staggered(make_stream, 3), Variates()
+    stream.setup("fit")
+    assert not stream.plan.in_step
+    for method in (FedDyn(0.2), Counts()):
+        with pytest.raises(ValueError, match=f"same round for `{type(method).__name__}`, .*Use a scenario other than"):
+            fit(make_task(), stream, [method], **UNIFORM)
+    fit(make_task(), stream, [FedDyn(0.0)], **UNIFORM)  # which keeps nothing on the server
+    fit(make_task(), stream, [SCAFFOLD(), watch], **UNIFORM)
+    assert watch.begun
+    for delay in (3, 0):
+        stream = staggered(make_stream, delay)
+        trainer = fit(make_task(), stream, [Alone()], seed=0)
+        server, own = expected(stream, stream.plan.train.__getitem__, stream.plan.rounds)
+        assert (server[0] == server[1]) == (delay > 0)
+        more = 100 if delay else 0
+        assert counted(trainer, "Alone") == (server, {client: (now + more, all) for client, (now, all) in own.items()})
+
+
+@pytest.mark.parametrize("experiences", [1, 4])
+def test_scaffold_is_the_papers_algorithm_in_each_experience_for_clients_that_come_late(
+    fit, make_stream, make_task, assert_same, experiences
+):
+    task = make_task()
+    stream = make_stream(
+        partition="dirichlet", clients=4, experiences=experiences, rounds_per_experience=3, shuffle=False
+    )
+    hand, watch = copy.deepcopy(task), Variates()
+    trainer = fit(task, stream, [SCAFFOLD(), watch], participation=2, cohort_size=1, local_epochs=2, **UNIFORM)
+    participation = trainer.strategy.federation.participation
+
+    def with_samples(number):
+        return [client for client in participation.drawn(stream.plan, number) if client in stream.plan.train[number]]
+
+    by_hand(hand, stream, with_samples)
+    assert_same(task, hand, 1e-5)
+    assert not watch.begun  # clients keep one variate
+
+
+def test_methods_that_distil_are_not_rejected_when_clients_enter_at_different_times(fit, make_stream, make_task):
+    for method in (LwF(teacher="server"), LwF(), GLFC()):
+        fit(make_task(), staggered(make_stream, 3), [method])
