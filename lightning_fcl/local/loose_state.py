@@ -56,6 +56,7 @@ class LooseState:
         for optimizer in optimizers:
             found.look_below(f"{type(optimizer).__name__}.", vars(optimizer), _BY_CLIENT)
         found.look([("", module)])
+        self.search = found
         self.unknown = found.unknown  # names of what cannot be looked into
         self._parts, self._modes, self._learn, self._leaves = found.parts, found.modes, found.learn, found.leaves
         self._metrics: list[ClientMetric] = []

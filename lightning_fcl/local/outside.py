@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_fcl.local.contents import Content, Names, kind_of
-from lightning_fcl.local.search import INTERNAL, Search
+from lightning_fcl.local.search import INTERNAL, Search, is_below
 from lightning_fcl.local.user_code import (
     closure_of,
     functions_in,
@@ -102,7 +102,8 @@ class Outside:
         ignored: Ids of objects that are no such state, such as the Trainer.
 
     Attributes:
-        names: The prefix of the names of each holder's attributes.
+        names: Each holder by the prefix of its attributes' names.
+        shared: The prefixes of the names of classes' attributes and of variables.
         functions: The users' functions that training can call.
     """
 
@@ -126,6 +127,7 @@ class Outside:
         for kind in classes:
             self._roots.append((f"{kind.__name__}.", _ClassAttributes(kind)))
         self._add_functions(classes)
+        self.shared = [prefix for prefix, _ in self._roots]
 
     def _add_functions(self, classes: Mapping[type, None]) -> None:
         """Add the attributes, default values and variables of the functions."""
@@ -193,24 +195,38 @@ class Carried:
         outside: All state outside the module.
         names: The names of the state that starts anew.
         metrics: The names of the metrics that start anew, and accumulate over a round.
+        whole: Prefixes of names of which all state starts anew, but for metrics.
     """
 
-    def __init__(self, outside: Outside, names: Collection[str], metrics: Collection[str]) -> None:
-        self._outside, self.names, self.metrics = outside, frozenset(names), frozenset(metrics)
+    def __init__(
+        self,
+        outside: Outside,
+        names: Collection[str] = (),
+        metrics: Collection[str] = (),
+        whole: Collection[str] = (),
+    ) -> None:
+        self._outside, self.names, self.metrics, self.whole = (
+            outside,
+            frozenset(names),
+            frozenset(metrics),
+            tuple(whole),
+        )
 
     def search(self, records: Mapping[int, Content]) -> tuple[list[Names | Content], list[ClientMetric]]:
         """Find the state that starts anew as it is now."""
         found = self._outside.search(records)
         parts: list[Names | Content] = []
         for part in found.parts:
-            if isinstance(part, Content):
-                parts += [part] if part.name in self.names else []
-                continue
-            length = len(part.prefix)
-            own = {name[length:] for name in self.names if name.startswith(part.prefix)}
-            if own := {name for name in own if "." not in name}:
-                values = _Scope(part.values, own)
-                parts.append(Names(part.prefix, values, part.ignored, dict(values), part.attributes))
+            name = part.name if isinstance(part, Content) else part.prefix
+            if name.startswith(self.whole) and not is_below(name, found.metrics):
+                parts.append(part)
+            elif isinstance(part, Content):
+                parts += [part] if is_below(name, self.names) else []
+            elif is_below(name, self.names):
+                parts.append(part)
+            elif own := {n.removeprefix(name) for n in self.names if n.startswith(name)}:
+                values = _Scope(part.values, {n for n in own if "." not in n})
+                parts.append(Names(name, values, part.ignored, dict(values), part.attributes))
         return parts, [ClientMetric(metric) for name, metric in found.metrics.items() if name in self.metrics]
 
 

@@ -95,10 +95,10 @@ class Search:
         self.look((name, value) for name, value in self._names(prefix, values, ignored) if follow(value))
 
     def changes(self, names: Collection[str] | None = None) -> Iterator[Change]:
-        """The changes since the search, or those of some names."""
+        """The changes since the search, or those of some names and of all below them."""
         for part in self.parts:
             for change in part.changes():
-                if names is None or change.name in names:
+                if names is None or is_below(change.name, names):
                     yield change
 
     def restore(self, names: Collection[str] | None = None) -> None:
@@ -151,6 +151,16 @@ class Search:
     ) -> list[tuple[str, Any]]:
         self.parts.append(Names(prefix, values, ignored, dict(values), attributes))
         return [(f"{prefix}{name}", value) for name, value in values.items() if name not in ignored]
+
+
+def is_below(name: str, names: Collection[str]) -> bool:
+    """Return whether a name is one of some names, or of an attribute of theirs.
+
+    Example:
+        >>> is_below("EMA.mean.count", ["EMA.mean"]), is_below("EMA.means", ["EMA.mean"])
+        (True, False)
+    """
+    return name in names or any(name.startswith(f"{one}.") for one in names)
 
 
 def _is_of(value: object, packages: tuple[str, ...]) -> bool:

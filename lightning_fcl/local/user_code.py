@@ -151,7 +151,7 @@ def can_change_steps(kind: type) -> bool:
 
 
 def _writes(code: CodeType) -> bool:
-    """Return whether some code sets attributes of other objects than its first argument, or changes tensors in place."""
+    """Return whether some code writes to other objects than its first argument, or changes tensors in place."""
     if any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
         return True
     if {"param_groups", "setattr", "load_state_dict"} & {*code.co_names}:

@@ -31,6 +31,7 @@ from lightning_fcl.methods.functional import trainable
 from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
 
 if TYPE_CHECKING:
+    from lightning_fcl.simulation.isolation import Isolation
     from lightning_fcl.simulation.round import Round
     from lightning_fcl.simulation.strategy import FederatedStrategy
 
@@ -51,6 +52,8 @@ class Federation:
         trainer: Who trains the clients.
         why_one_at_a_time: Why they do not train side by side; None where they do.
         optimizers: The module's optimizers: several only where it optimises by hand.
+        isolation: State outside the module that training reads. None before the first round and if clients train
+            vectorized.
     """
 
     strategy: FederatedStrategy
@@ -62,6 +65,7 @@ class Federation:
     trainer: LocalTrainer = field(init=False)
     why_one_at_a_time: str | None = field(init=False, default=None)
     optimizers: list[Optimizer] = field(init=False)
+    isolation: Isolation | None = None
 
     @property
     def module(self) -> L.LightningModule:
@@ -143,6 +147,7 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
         federation.strategy.ranks,
     )
     federation.optimizers, federation.methods = optimizers, methods_of(trainer)
+    federation.isolation = None
     federation.participation.seed = federation.seed
     check_stream(trainer, stream)
     named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
