@@ -49,6 +49,8 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.simulation.cohort import planned
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.isolation import Isolation
 from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
@@ -144,7 +146,12 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
 
     number = int(head["round"])
     parts.strategy.cohort_size = 1
-    parts.strategy.new_round = lambda federation: Round(federation, planned(federation, [[client]], number), work)
+
+    def new_round(federation: Federation) -> Round:
+        federation.isolation = Isolation(type(parts.module).__name__)  # no other client trains in this process
+        return Round(federation, planned(federation, [[client]], number), work)
+
+    parts.strategy.new_round = new_round
     trainer = L.Trainer(
         strategy=parts.strategy,
         callbacks=parts.callbacks,

@@ -23,7 +23,8 @@ from lightning_fcl.local.user_code import (
 )
 
 _LARGEST = 1_000_000  # numbers or items of a global variable: larger ones are taken for data
-_OF_METHODS = frozenset({"memory", "fits", "server_entries", "_client", "_federated"})
+# Attributes that Lightning gives callbacks, and this library its methods.
+_NO_STATE = frozenset({"log", "log_dict", "memory", "fits", "server_entries", "_client", "_federated"})
 
 
 class _Scope(MutableMapping[str, Any]):
@@ -109,7 +110,8 @@ class Outside:
 
     def __init__(self, module: nn.Module, holders: Sequence[object] = (), ignored: Iterable[int] = ()) -> None:
         self._module = module
-        self._ignored = {*ignored, *map(id, module.modules()), *map(id, module.parameters())}
+        networks = (part for part in module.modules() if not isinstance(part, Metric))
+        self._ignored = {*ignored, *map(id, networks), *map(id, module.parameters())}
         numbers: dict[str, int] = {}
         self.names: dict[str, object] = {}
         for holder in holders:
@@ -144,7 +146,9 @@ class Outside:
                     used.setdefault(id(own), (value.__name__, own, set()))[2].update(names_in(function.__code__))
                 elif isinstance(value, type) and is_users(value) and value not in classes:
                     self._roots.append((f"{value.__name__}.", _ClassAttributes(value)))
-        self._roots += [(f"{name}.", _Scope(values, names)) for name, values, names in used.values()]
+        self._roots += [
+            (f"{name.rpartition('.')[2]}.", _Scope(values, names)) for name, values, names in used.values()
+        ]
 
     def search(self, records: Mapping[int, Content] | None = None) -> Search:
         """Find the state as it is now."""
@@ -152,10 +156,11 @@ class Outside:
         for part in self._module.modules():
             found.look(_metrics_in(self._module, part))
         for prefix, holder in self.names.items():
-            found.look_below(prefix, vars(holder), _OF_METHODS)
+            found.look_below(prefix, vars(holder), _NO_STATE)
         for function in self.functions.values():
             given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            found.look((f"{function.__qualname__}.", value) for value in given if _is_state(value))
+            name = function.__qualname__.replace("<locals>.", "")
+            found.look((f"{name}.__defaults__", value) for value in given if _is_state(value))
         for prefix, values in self._roots:
             found.look_below(prefix, values, follow=_is_state)
         return found

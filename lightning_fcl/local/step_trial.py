@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import itertools
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
@@ -29,8 +26,10 @@ from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.optimizers import group_values, set_group_values, with_parameters
 from lightning_fcl.local.loose_state import LooseState
+from lightning_fcl.local.outside import Outside
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.recorded import METRIC, Line, Measured, Recorder
+from lightning_fcl.local.search import Search
 from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.local.trial import RANDOM, copy_of, generators, samples_of_two, updates
 from lightning_fcl.local.vectorized import StackedPrecision
@@ -82,6 +81,7 @@ _KNOWN = {
     ".item()": "its step looks at a value (`.item()`, `float()`); as a tensor it can be logged and computed with",
     "data-dependent control flow": "its step decides by a value; `torch.where` would do so for each client",
 }
+_HOOKED = "its step registers hooks"
 _UNLIKE = {"loss": "has another loss", "gradients": "has other gradients", "logs": "logs something else"}
 
 
@@ -124,13 +124,13 @@ class _Trial:
 
     def why_not(self) -> str | None:
         """What goes wrong, or None."""
-        around = LooseState(_around(self._module))
+        around = Outside(self._module).search()
         try:
             return self._why_not(around)
         finally:
-            around.put_back()
+            around.restore()
 
-    def _why_not(self, around: LooseState) -> str | None:
+    def _why_not(self, around: Search) -> str | None:
         loose, groups, counts = LooseState(self._module), group_values(self._real), updates(self._module)
         drawn, torch_drawn = generators(), torch.get_rng_state()
         alone, buffers = zip(*[self._alone(row) for row in range(len(_CLIENTS))], strict=True)
@@ -142,8 +142,8 @@ class _Trial:
             return RANDOM
         if generators() != drawn:
             return "its step draws by NumPy or Python; what draws by torch's dropout draws for each client"
-        if changed := loose.changes() or around.changes() or _hooked(self._module):
-            return _leaves(changed)
+        if (why := _left_behind(loose, around)) or _hooked(self._module):
+            return why or _HOOKED
         with _counting(self._module.trainer):
             again, _ = self._alone(0)
         if any(one.unlike(other, 0.0) for one, other in zip(again, alone[0], strict=True)):
@@ -152,8 +152,8 @@ class _Trial:
             return f"its step writes {quoted(moved)}, which learns; the optimizer, or a hook of the epoch, can do so"
         for side_by_side in (True, False):
             beside, entries_after = self._beside(side_by_side)
-            if changed := loose.changes() or around.changes() or _hooked(self._module):
-                return _leaves(changed)
+            if (why := _left_behind(loose, around)) or _hooked(self._module):
+                return why or _HOOKED
             for row in range(len(_CLIENTS)):
                 for name, value in buffers[row].items():
                     if not torch.allclose(entries_after[name][row], value, 1e-5, 1e-6, equal_nan=True):
@@ -213,22 +213,6 @@ def _step_outcome(
     flat = torch.cat([gradient.detach().flatten() for gradient in gradients])
     numbers = torch.cat([flat.new_zeros(0), *(value.detach().to(flat).flatten() for value in tree_leaves(values))])
     return _StepOutcome(lines, loss.detach().reshape(()), flat, numbers)
-
-
-def _around(module: L.LightningModule) -> nn.Module:
-    """What a module's own functions know beside it, and can change: lists and the like, of classes and of files."""
-    found = nn.Module()
-    for kind in type(module).__mro__:
-        if kind.__module__.startswith(("lightning.", "torch.", "builtins", "lightning_fcl.")):
-            continue
-        known: list[Mapping[str, Any]] = [vars(kind)]
-        for function in filter(inspect.isfunction, vars(kind).values()):
-            variables = inspect.getclosurevars(function)
-            known += [variables.nonlocals, variables.globals]
-        for name, value in itertools.chain.from_iterable(one.items() for one in known):
-            if isinstance(value, list | dict | set | deque) and not name.startswith("__"):
-                vars(found)[name] = value
-    return found
 
 
 class _NoLogger(DummyLogger):
@@ -304,8 +288,12 @@ def _hooked(module: nn.Module) -> list[str]:
     return found + [name for name, p in learning if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
-def _leaves(changed: Sequence[str]) -> str:
-    return (
-        f"its step leaves {quoted(changed)} on the module, where the next client would find it; a "
-        "registered buffer that is written in place is each client's own"
-    )
+def _left_behind(loose: LooseState, around: Search) -> str | None:
+    """Return which state a step changes that the next client would find; None if there is none."""
+    if changed := loose.changes():
+        return (
+            f"its step leaves {quoted(changed)} on the module, where the next client would find it; a "
+            "registered buffer that is written in place is each client's own"
+        )
+    outside = sorted({change.name for change in around.changes()})
+    return f"its step changes {quoted(outside)} outside the module" if outside else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -77,8 +77,6 @@ def isolation_of(round: Round) -> Isolation:
     second one uploads, starts anew. Everything that the trial changes is undone.
     """
     name = type(round.federation.module).__name__
-    if len(round.federation.stream.plan.clients) < 2:
-        return Isolation(name)
     federation = round.federation
     trainer, module = federation.module.trainer, federation.module
     users = [callback for callback in callbacks_of(trainer) if is_users(type(callback))]
@@ -196,7 +194,10 @@ class _Finding:
 
     def _advance(self, left: Search) -> None:
         """Let counters be as after many more steps."""
-        before = {part.prefix: part.saved for part in self._start.parts if isinstance(part, Names)}
+        before: dict[str, dict[str, Any]] = {}
+        for part in self._start.parts:
+            if isinstance(part, Names):
+                before.setdefault(part.prefix, {}).update(part.saved)
         for part in left.parts:
             if not isinstance(part, Names) or part.prefix.rstrip(".") in self._metrics:
                 continue

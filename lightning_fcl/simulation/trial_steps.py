@@ -47,6 +47,7 @@ _STEP_HOOKS = (
     *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "on_before_batch_transfer"),
     *("on_after_batch_transfer", "transfer_batch_to_device"),
 )
+_LOGS = ("log", "log_dict")
 _END_HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_train_epoch_end")
 
 
@@ -100,9 +101,11 @@ class TrialSteps:
         every, scaling = trainer.accumulate_grad_batches, trainer.precision_plugin.state_dict()
         states = [dict(optimizer.state) for optimizer in federation.optimizers]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._batches, own, level = self._read(), vars(self._module), logging.root.manager.disable
-        log_of = {name: own[name] for name in ("log",) if name in own}
-        own["log"] = _ignore
+        self._batches, level = self._read(), logging.root.manager.disable
+        logging_of = [vars(self._module), *map(vars, self._callbacks)]
+        logs = [{name: own[name] for name in _LOGS if name in own} for own in logging_of]
+        for own in logging_of:
+            own.update(dict.fromkeys(_LOGS, _ignore))
         self._loose = LooseState(self._module, federation.optimizers, schedulers)
         trainer.callbacks = self._callbacks  # type: ignore[attr-defined]
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
@@ -132,8 +135,10 @@ class TrialSteps:
                     optimizer.state.update(state)
                 federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
                 self._loose.put_back()
-                del own["log"]
-                own.update(log_of)
+                for own, of in zip(logging_of, logs, strict=True):
+                    for name in _LOGS:
+                        del own[name]
+                    own.update(of)
                 load_entries(self._module, self._state)
                 counted()
 

@@ -14,7 +14,6 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import FedProx
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.method import Method
