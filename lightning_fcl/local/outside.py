@@ -146,9 +146,7 @@ class Outside:
                     used.setdefault(id(own), (value.__name__, own, set()))[2].update(names_in(function.__code__))
                 elif isinstance(value, type) and is_users(value) and value not in classes:
                     self._roots.append((f"{value.__name__}.", _ClassAttributes(value)))
-        self._roots += [
-            (f"{name.rpartition('.')[2]}.", _Scope(values, names)) for name, values, names in used.values()
-        ]
+        self._roots += [(f"{name.rpartition('.')[2]}.", _Scope(values, names)) for name, values, names in used.values()]
 
     def search(self, records: Mapping[int, Content] | None = None) -> Search:
         """Find the state as it is now."""

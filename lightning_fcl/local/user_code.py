@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import inspect
 import sys
-import types
+import textwrap
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -147,20 +148,26 @@ def can_change_steps(kind: type) -> bool:
     """Return whether hooks of a callback may change a step: one runs before its end, or writes to other objects."""
     own = functions_in(kind)
     hooks = [own[name] for name in STEP_HOOKS if name in own]
-    return any(name in own for name in _EARLY) or any(_writes(function.__code__) for function in reached(hooks, own))
+    return any(name in own for name in _EARLY) or any(map(_writes, reached(hooks, own)))
 
 
-def _writes(code: CodeType) -> bool:
-    """Return whether some code writes to other objects than its first argument, or changes tensors in place."""
-    if any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
+def _writes(function: FunctionType) -> bool:
+    """Return whether a function may write to other objects than its first argument, or change tensors in place."""
+    names = names_in(function.__code__)
+    if any(name.endswith("_") and not name.endswith("__") for name in names) or names & {"setattr", "load_state_dict"}:
         return True
-    if {"param_groups", "setattr", "load_state_dict"} & {*code.co_names}:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # there is no source
         return True
-    previous: Any = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "STORE_ATTR":
-            loaded = previous[-1] if isinstance(previous, tuple) else previous
-            if loaded not in code.co_varnames[:1]:
+    own, *others = [*function.__code__.co_varnames[: function.__code__.co_argcount], ""]
+    for node in ast.walk(tree):
+        target = node.target if isinstance(node, ast.AugAssign) else node
+        if isinstance(target, ast.Name) and target is not node and target.id in others:
+            return True
+        if isinstance(target, ast.Attribute | ast.Subscript) and not isinstance(target.ctx, ast.Load):
+            while isinstance(target, ast.Attribute | ast.Subscript):
+                target = target.value
+            if not (isinstance(target, ast.Name) and target.id == own):
                 return True
-        previous = instruction.argval
-    return any(_writes(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return False

@@ -1,5 +1,6 @@
 """State outside the module: a client uploads the same alone and after others, and other state accumulates."""
 
+import logging
 import random
 from typing import ClassVar
 
@@ -9,14 +10,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
-from torchmetrics import MeanMetric, MetricCollection
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fcl import FederatedStream
+import lightning_fcl.simulation.round as round_module
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import FedProx
+from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.method import Method
+from lightning_fcl.models import MLP
+from lightning_fcl.simulation import isolation
+from lightning_fcl.simulation.isolation import Isolation
+from lightning_fcl.simulation.trial_steps import TrialSteps
 
 OWNERS = np.array(["a", "b", "c"])[np.arange(96) % 3]
 SEEN = []
@@ -254,17 +264,17 @@ CALLBACKS = [
 ]
 
 
-def control(make):
-    """The steps of a client alone in which the state makes a difference."""
-    return 6 if make is Late else 2
-
-
 @pytest.mark.parametrize("make", CALLBACKS)
 def test_callback_state_does_not_reach_the_next_client(uploads, make):
     alone, again, after, last = (uploads(Base, [make], clients)["b", 0] for clients in ("b", "b", "ab", "abc"))
     assert same(alone, again) and same(alone, after) and same(alone, last)
     plain, acting = (uploads(Base, callbacks, "b", local_epochs=4)["b", 0] for callbacks in ([], [make]))
-    assert not same(plain, acting) or make is EndsClients
+    assert make is EndsClients or not same(plain, acting)
+
+
+def test_callback_that_changes_steps_between_clients_acts_within_a_round(uploads):
+    """The control of `EndsClients`: it does nothing before a client ends."""
+    assert same(uploads(Base, [EndsClients], "b")["b", 0], uploads(Base, [], "b")["b", 0])
 
 
 @pytest.mark.parametrize("make", [Noise, WarmUp, Scales])
@@ -385,3 +395,234 @@ def test_state_beside_the_module_does_not_reach_the_next_client(uploads, make, c
     )
     assert same(alone, again) and same(alone, after) and same(alone, last)
     assert not same(alone, uploads(Base, [], "b")["b", 0])
+
+
+class DrawsInTransfer(L.LightningDataModule):
+    """Augments batches on the device by a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def train_dataloader(self):
+        rng = np.random.default_rng(0)
+        x, y = torch.from_numpy(rng.normal(size=(64, 6)).astype(np.float32)), torch.arange(64) // 3 % 4
+        return DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return [x * self.generator.uniform(0.5, 1.5), y] if self.trainer.training else batch
+
+
+def test_data_module_state_does_not_reach_the_next_client(fit):
+    def upload(participation, seed):
+        torch.manual_seed(0)
+        stream = FederatedStream(DrawsInTransfer(), ClassIncremental(1), IID(2), Split(test=0.0), seed=0)
+        watch = Uploads()
+        fit(Base(), stream, [watch], cohort_size=1, seed=seed, participation=participation)
+        return {client: state for (client, _), state in watch.of.items()}
+
+    # A seed for which the client that is drawn alone trains second when both are drawn.
+    alone, together = next(
+        (alone, together)
+        for alone, together in ((upload(1, seed), upload(1.0, seed)) for seed in range(20))
+        if [*alone] != [*together][:1]
+    )
+    (client,) = alone
+    assert same(alone[client], together[client])
+    first, second = together.values()
+    assert not same(first, second)
+
+
+# State that training does not read.
+
+
+class Watches(Noise):
+    """Adds noise by a generator, and counts, measures and lists what it sees."""
+
+    counts: ClassVar[dict] = {"batches": 0}
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.samples, self.outputs, self.by_client = 0, MeanMetric(), [], {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches += 1
+        self.counts["batches"] += 1
+        self.samples.update(len(batch[0]))
+        self.outputs.append(outputs["loss"])
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.by_client.setdefault(trainer.strategy.client_round.client, []).append(batch_idx)
+
+
+class Measures(Base):
+    numbers: ClassVar[list] = []
+
+    def prepare(self):
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+
+    def change(self, loss, output, y):
+        self.accuracy.update(output, y)
+        self.numbers.append(len(y))
+        SEEN.append(len(y))
+        return loss
+
+
+@pytest.mark.parametrize("watch", [Watches, None])
+def test_state_that_training_does_not_read_accumulates_over_clients(fit, watch):
+    SEEN.clear()
+    Measures.numbers.clear()
+    Watches.counts["batches"] = 0
+    task, callbacks = Measures(), [watch()] if watch else []
+    fit(task, stream_of("abc", rounds=2), callbacks, cohort_size=1)
+    assert SEEN == Measures.numbers == [8] * 24 and task.accuracy.update_count == 24
+    assert int(task.accuracy.tp + task.accuracy.fn) == 8 * 24
+    for callback in callbacks:
+        assert callback.batches == callback.counts["batches"] == len(callback.outputs) == len(SEEN)
+        assert callback.samples.update_count == len(SEEN) and {*callback.by_client} == {*"abc"}
+        assert sum(map(len, callback.by_client.values())) == len(SEEN)
+
+
+@pytest.mark.may(
+    "let its loss read a metric", "the metric starts anew with each client; after the round it has all clients' values"
+)
+@pytest.mark.parametrize("kind", [InAMetric, InACollection, InADictOfMetrics])
+def test_metric_that_training_reads_has_all_values_after_the_round(fit, kind):
+    class Task(kind):
+        def prepare(self):
+            super().prepare()
+            self.given, self.seen = [], []
+
+        def metric(self):
+            return self.accuracy if kind is InAMetric else self.measures["loss" if kind is InADictOfMetrics else "top2"]
+
+        def change(self, loss, output, y):
+            given = (loss.detach(),) if kind is InADictOfMetrics else (output.detach(), y)
+            self.given.append(given)
+            return super().change(loss, output, y)
+
+        def on_train_epoch_end(self):
+            expected = self.metric().clone()
+            expected.reset()
+            for given in self.given:
+                expected.update(*given)
+            self.seen.append((float(self.metric().compute()), float(expected.compute()), len(self.given)))
+
+    task = Task()
+    fit(task, stream_of("abc", rounds=2), cohort_size=1)
+    assert [number for *_, number in task.seen] == [12, 24]
+    for seen, expected, _ in task.seen:
+        assert seen == pytest.approx(expected, rel=1e-6)
+
+
+def test_metric_that_cannot_be_merged_is_named(fit, caplog):
+    class Task(Base):
+        def prepare(self):
+            self.spread = PearsonCorrCoef()
+
+        def change(self, loss, output, y):
+            self.spread.update(output[:, 0].detach(), y.float())
+            return loss * (1 + self.spread.compute().nan_to_num().abs())
+
+    fit(Task(), stream_of("ab"), cohort_size=1)
+    assert "The metric `spread` starts anew with each client, because training reads it" in caplog.text
+
+
+# The trial.
+
+
+class Writes(Noise):
+    """Adds noise, and writes each step to a file."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.steps = path, 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps += 1
+        with open(self.path, "a") as file:
+            file.write(f"{self.steps}\n")
+
+
+class Prints(Callback):
+    """Writes each step to a file that is open already, and changes nothing."""
+
+    def __init__(self, path):
+        self.file, self.steps = path.open("w"), 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps += 1
+        print(self.steps, file=self.file, flush=True)
+
+
+def test_callback_that_writes_files_is_not_tried(uploads, tmp_path):
+    def run(clients, name):
+        return uploads(Base, [lambda: Writes(tmp_path / name)], clients)["b", 0]
+
+    assert same(run("b", "alone"), run("ab", "after"))
+    assert len((tmp_path / "after").read_text().split()) == 2 * len((tmp_path / "alone").read_text().split())
+    uploads(Base, [lambda: Prints(tmp_path / "prints")], "ab")
+    assert (tmp_path / "prints").read_text().split() == [*map(str, range(1, 17))]
+
+
+class Traces(Measures):
+    """Leaves traces wherever a step can."""
+
+    def prepare(self):
+        super().prepare()
+        self.drawn = []
+
+    def training_step(self, batch, batch_idx):
+        print("a step")
+        logging.getLogger("traces").warning("a step")
+        self.drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True)
+        self.logger.log_metrics({"mine": 1.0})
+        return loss
+
+
+class Logged(DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append(metrics)
+
+
+def test_trial_leaves_no_trace(fit, caplog, capsys, monkeypatch):
+    def run():
+        SEEN.clear()
+        Measures.numbers.clear()
+        torch.manual_seed(0)
+        task, logger, watch = Traces(), Logged(), Watches()
+        trainer = fit(task, stream_of("ab", rounds=2), [watch], cohort_size=1, seed=0, trainer_args={"logger": logger})
+        numbers = torch.rand(()), random.random(), np.random.rand(), trainer.global_step
+        optimizer = [*trainer.optimizers[0].state]
+        counts = [watch.batches, watch.samples.update_count, task.accuracy.update_count, [*SEEN], [*task.numbers]]
+        traces = caplog.text.count("a step"), capsys.readouterr().out.count("a step"), len(logger.lines)
+        caplog.clear()
+        return task.state_dict(), task.drawn, numbers, optimizer, counts, traces
+
+    state, *traces = run()
+    monkeypatch.setattr(round_module, "isolation_of", lambda round: Isolation("Traces"))
+    without, *others = run()
+    assert traces == others
+    assert not same(state, without)  # because the generator starts anew
+
+
+def test_trial_is_short(fit, monkeypatch):
+    steps = []
+
+    class Counted(TrialSteps):
+        def _step(self, samples, number):
+            steps.append(number)
+            super()._step(samples, number)
+
+    monkeypatch.setattr(isolation, "TrialSteps", Counted)
+    fit(Base(), stream_of("abc", rounds=2), cohort_size=1)
+    assert steps == [0, 1, 2]
+    fit(Classifier(MLP([6, 8, 4]), num_classes=4), stream_of("abc"), [FedProx(0.1)], cohort_size=1)
+    assert steps == [0, 1, 2]  # no code of a user's
