@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,8 @@ class TrialSteps:
         found = [(client, rows[client], "train") for client in most]
         if not found and len(plan.test):  # the server of a deployment has no other samples
             found = [(client, plan.test, "test") for client in plan.clients[:2]]
-        return found[:1] + found[-1:]
+        # A single client stands for both, with its samples in another order.
+        return [*found[:1], *((client, own[::-1], part) for client, own, part in found[-1:])]
 
     def why_not(self) -> str | None:
         """Return the reason why the module cannot train in a trial; None if it can."""
@@ -100,13 +101,12 @@ class TrialSteps:
         kept = trainer.callbacks, trainer.loggers, trainer.profiler, federation.trainer, round.cohort, round.cohorts  # type: ignore[attr-defined]
         every, scaling = trainer.accumulate_grad_batches, trainer.precision_plugin.state_dict()
         states = [dict(optimizer.state) for optimizer in federation.optimizers]
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._batches, level = self._read(), logging.root.manager.disable
         logging_of = [vars(self._module), *map(vars, self._callbacks)]
         logs = [{name: own[name] for name in _LOGS if name in own} for own in logging_of]
         for own in logging_of:
             own.update(dict.fromkeys(_LOGS, _ignore))
-        self._loose = LooseState(self._module, federation.optimizers, schedulers)
+        self._loose = self._loose_state()
         trainer.callbacks = self._callbacks  # type: ignore[attr-defined]
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
@@ -218,28 +218,32 @@ class TrialSteps:
         self.gathered = self._gathered()
 
     def _gathered(self) -> list[str]:
-        module, own = self._module, functions_in(type(self._module))
-        hooks = [name for name in _END_HOOKS if name in own]
+        of_class = functions_in(type(self._module))
+        hooks = [name for name in _END_HOOKS if name in of_class]
         changed = [change.name for change in self._loose.search.changes()]
-        if not (hooks and changed) or outward(reached([own[name] for name in hooks], own)):
+        if not (hooks and changed) or outward(reached([of_class[name] for name in hooks], of_class)):
             return []
-        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        left = LooseState(module, self._federation.optimizers, schedulers).search
-        after = self._ended(hooks)
-        if after is None or _same(after, self._state):
-            return []
-        self._loose.put_back()
-        if (before := self._ended(hooks)) is not None and _same(before, after):
-            return []
+        first = self._loose_state().search
+        self.train(1)
+        second = self._loose_state().search
+
+        def ended(names: Collection[str] | None) -> State | None:
+            """Return the state from the attributes of the second client, of which some are as the first leaves them."""
+            second.restore()
+            first.restore(names)
+            return self._ended(hooks)
+
+        own, other = ended(()), ended(None)
         found = []
-        for name in dict.fromkeys(changed):
-            left.restore()
-            self._loose.search.restore([name])
-            other = self._ended(hooks)
-            if other is None or not _same(other, after):
-                found.append(name)
+        if own is not None and other is not None and not _same(own, other):
+            each = [(name, ended([name])) for name in dict.fromkeys(changed)]
+            found = [name for name, state in each if state is None or not _same(own, state)] or changed
         self._loose.put_back()
-        return found or changed
+        return found
+
+    def _loose_state(self) -> LooseState:
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        return LooseState(self._module, self._federation.optimizers, schedulers)
 
     def _ended(self, hooks: Sequence[str]) -> State | None:
         """Return the module's state after hooks at the end of a round, which it is restored from; None if they fail."""
