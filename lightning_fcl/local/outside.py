@@ -151,8 +151,8 @@ class Outside:
     def search(self, records: Mapping[int, Content] | None = None) -> Search:
         """Find the state as it is now."""
         found = Search(self._ignored, records=records, metrics=True)
-        for part in self._module.modules():
-            found.look(_metrics_in(self._module, part))
+        for path, part in self._module.named_modules():
+            found.look(_metrics_in(path, part))
         for prefix, holder in self.names.items():
             found.look_below(prefix, vars(holder), _NO_STATE)
         for function in self.functions.values():
@@ -164,9 +164,8 @@ class Outside:
         return found
 
 
-def _metrics_in(module: nn.Module, part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the metrics that are a part of a module, or in an attribute of it."""
-    path = next(name for name, one in module.named_modules() if one is part)
+def _metrics_in(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a part of a module if it is a metric, and the metrics in its attributes."""
     prefix = f"{path}." if path else ""
     if isinstance(part, Metric):
         yield path, part

@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -83,13 +83,15 @@ def _function(value: object) -> FunctionType | None:
     return value if isinstance(value, FunctionType) and is_users(value) else None
 
 
-def names_in(code: CodeType) -> set[str]:
+@functools.lru_cache(10_000)
+def names_in(code: CodeType) -> Set[str]:
     """Return the names of attributes and global variables that some code uses."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return {*code.co_names, *(name for one in inner for name in names_in(one))}
 
 
-def globals_in(code: CodeType) -> set[str]:
+@functools.lru_cache(10_000)
+def globals_in(code: CodeType) -> Set[str]:
     """Return the names of global variables that some code reads or sets."""
     own = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]

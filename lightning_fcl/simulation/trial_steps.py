@@ -87,60 +87,57 @@ class TrialSteps:
         """Return the reason why the module cannot train in a trial; None if it can."""
         if not self._clients:
             return "no client has samples"
-        for part in self._module.modules():
-            own = functions_in(type(part))
+        for kind in {type(part): None for part in self._module.modules()}:
+            own = functions_in(kind)
             if name := outward(reached([own[hook] for hook in _STEP_HOOKS if hook in own], own)):
-                return f"`{type(part).__name__}` uses `{name}` in training"
+                return f"`{kind.__name__}` uses `{name}` in training"
         return None
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Let steps neither log, nor print, nor count, nor draw random numbers."""
-        trainer, federation, round = self._trainer, self._federation, self._round
-        counted = self._note_counts()
-        kept = trainer.callbacks, trainer.loggers, trainer.profiler, federation.trainer, round.cohort, round.cohorts  # type: ignore[attr-defined]
-        every, scaling = trainer.accumulate_grad_batches, trainer.precision_plugin.state_dict()
-        states = [dict(optimizer.state) for optimizer in federation.optimizers]
-        self._batches, level = self._read(), logging.root.manager.disable
-        logging_of = [vars(self._module), *map(vars, self._callbacks)]
-        logs = [{name: own[name] for name in _LOGS if name in own} for own in logging_of]
-        for own in logging_of:
-            own.update(dict.fromkeys(_LOGS, _ignore))
-        self._loose = self._loose_state()
-        trainer.callbacks = self._callbacks  # type: ignore[attr-defined]
-        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-        trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
-        assert isinstance(federation.trainer, SequentialTrainer)
-        federation.trainer = federation.trainer.with_methods(self._methods)
-        with isolate_rng(), torch.enable_grad(), warnings.catch_warnings(), _silent():
-            warnings.simplefilter("ignore")
-            logging.disable(logging.CRITICAL)
+        """Let steps neither log, nor print, nor count, nor draw random numbers, and restore the module afterwards."""
+        federation, plugin = self._federation, self._trainer.precision_plugin
+        self._batches = self._read()
+        with isolate_rng(), torch.enable_grad(), _silent([self._module, *self._callbacks]):
+            restore_counts, scaling = self._note_counts(), plugin.state_dict()
+            states = [dict(optimizer.state) for optimizer in federation.optimizers]
+            self._loose = self._loose_state()
             try:
-                for driver in self._driver:
-                    driver.setup(trainer, self._module, "fit")
-                yield
+                with self._in_trial():
+                    yield
             finally:
-                logging.disable(level)
-                for driver in self._driver:
-                    driver.release(self._module)
-                for method in self._methods:
-                    method.client = None
-                trainer.callbacks, trainer.loggers, trainer.profiler, federation.trainer = kept[:4]  # type: ignore[attr-defined]
-                round.cohort, round.cohorts = kept[4:]
-                trainer.accumulate_grad_batches = every
                 if scaling:
-                    trainer.precision_plugin.load_state_dict(scaling)
+                    plugin.load_state_dict(scaling)
+                federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
                 for optimizer, state in zip(federation.optimizers, states, strict=True):
                     optimizer.state.clear()
                     optimizer.state.update(state)
-                federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
                 self._loose.put_back()
-                for own, of in zip(logging_of, logs, strict=True):
-                    for name in _LOGS:
-                        del own[name]
-                    own.update(of)
                 load_entries(self._module, self._state)
-                counted()
+                restore_counts()
+
+    @contextmanager
+    def _in_trial(self) -> Iterator[None]:
+        """Let the Trainer and the federation have the parts of the trial."""
+        trainer: Any = self._trainer
+        federation, round = self._federation, self._round
+        assert isinstance(federation.trainer, SequentialTrainer)
+        kept = trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches
+        local, cohort, cohorts = federation.trainer, round.cohort, round.cohorts
+        trainer.callbacks, trainer.profiler = self._callbacks, PassThroughProfiler()
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        federation.trainer = local.with_methods(self._methods)
+        try:
+            for driver in self._driver:
+                driver.setup(trainer, self._module, "fit")
+            yield
+        finally:
+            for driver in self._driver:
+                driver.release(self._module)
+            for method in self._methods:
+                method.client = None
+            trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches = kept
+            federation.trainer, round.cohort, round.cohorts = local, cohort, cohorts
 
     def _read(self) -> list[list[Batch]]:
         """Read the batches of each client."""
@@ -277,6 +274,20 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield
+def _silent(objects: Sequence[object]) -> Iterator[None]:
+    """Let some objects log nothing, and nothing print or warn."""
+    attributes, level = [vars(one) for one in objects], logging.root.manager.disable
+    before = [{name: own[name] for name in _LOGS if name in own} for own in attributes]
+    for own in attributes:
+        own.update(dict.fromkeys(_LOGS, _ignore))
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        for own, then in zip(attributes, before, strict=True):
+            for name in _LOGS:
+                del own[name]
+            own.update(then)
