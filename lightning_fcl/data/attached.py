@@ -31,11 +31,11 @@ def need_stream(trainer: L.Trainer) -> FederatedStream:
     return stream
 
 
-def transfer_batch(trainer: L.Trainer, batch: Batch) -> Batch:
-    """A batch to test on as a Trainer hands it to its module: on the device, through the hooks of data and module."""
+def transfer_batch(trainer: L.Trainer, batch: Batch, as_in: RunningStage = RunningStage.TESTING) -> Batch:
+    """Return a batch as a Trainer gives it to its module in a stage: on the device, after the transfer hooks."""
     data, stage = trainer.datamodule, trainer.state.stage  # type: ignore[attr-defined]
     owner = data if is_overridden(TRANSFER_HOOKS[0], data) else trainer.lightning_module
-    trainer.state.stage = RunningStage.TESTING
+    trainer.state.stage = as_in
     try:
         return trainer.strategy.batch_to_device(owner.on_before_batch_transfer(batch, 0))
     finally:

@@ -50,6 +50,8 @@ from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.sent_once import kept_once
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.simulation.cohort import planned
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.isolation import Isolation
 from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
@@ -155,9 +157,12 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
 
     number = int(head["round"])
     parts.strategy.cohort_size = 1
-    parts.strategy.new_round = lambda federation: Round(
-        federation, planned(federation, [[client]], number), work, looks_ahead=False
-    )
+
+    def new_round(federation: Federation) -> Round:
+        federation.isolation = Isolation(type(parts.module).__name__)  # no other client trains in this process
+        return Round(federation, planned(federation, [[client]], number), work, looks_ahead=False)
+
+    parts.strategy.new_round = new_round
     trainer = L.Trainer(
         strategy=parts.strategy,
         callbacks=parts.callbacks,

@@ -119,6 +119,8 @@ class Nodes:
     def _run(self, round: Round) -> Generator[None, None, None]:
         """Send the clients of a round the server's state, take in what they answer, and bring it together."""
         federation, server, plan = round.federation, round.federation.server, round.federation.stream.plan
+        if federation.isolation is not None:
+            federation.isolation.refuse_gathered()
         drawn, skipped = federation.participation.draw(plan, round.number)
         # The module's entries from which clients start and which do not travel.
         of = {n: rule for n, rule in server.reductions.items() if n not in server.extra}

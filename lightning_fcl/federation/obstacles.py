@@ -62,6 +62,7 @@ class Reason(Enum):
     CHANGES_OPTIMIZER = "the step changes the optimizer. Use a scheduler, or a hook of the epoch"
     WRITES_PARAMETER = "the step writes {}, a parameter that the optimizer trains"
     STATE = "the step changes {}, which the next client would see. Use a registered buffer, and write it in place"
+    OUTSIDE = "the step changes {} outside the module"
     NEW_BUFFER = "the step replaces the buffer `{}`. Write it in place"
     STEP_LOSS = "the step has another loss if it is vectorized"
     STEP_GRADIENTS = "the step has other gradients if it is vectorized"

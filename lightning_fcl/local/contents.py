@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class Names:
     """What stands under names: attributes, or buffers and the like, which are not shown."""
 
     prefix: str
-    values: dict[str, Any]
+    values: MutableMapping[str, Any]
     ignored: Set[str]
     saved: Mapping[str, Any]
     attributes: bool

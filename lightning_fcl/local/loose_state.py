@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import types
-import weakref
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Set
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-import lightning.pytorch as L
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.local.contents import Change, Content, Kind, Names, kind_of
+from lightning_fcl.local.contents import Change, Content
+from lightning_fcl.local.outside import Carried, ClientMetric
+from lightning_fcl.local.search import Search
 
-_INTERNAL = frozenset(vars(L.LightningModule()))
 _BY_CLIENT = frozenset({"state", "param_groups", "defaults"})  # of an optimizer: they begin anew elsewhere
-_CONSTANT = (
-    *(type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
-)
-# What is no state of a client, by the package of its class or of a parent: what Lightning and this library run by, what
-# gathers over a round, data, and ways to the outside.
-_LEFT_ALONE = (
-    *("lightning.", "lightning_fcl.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit."),
-    *("torch.utils.", "logging", "threading", "_thread", "queue", "socket", "asyncio", "concurrent.", "_io", "tqdm."),
-    *("multiprocessing", "rich.", "matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml."),
-    *("tensorboard", "aim."),
-)
 
 
 class LooseState:
@@ -46,6 +28,7 @@ class LooseState:
         optimizers: Its optimizers, whose state and groups are no part of it.
         others: What is left alone, too, such as schedulers.
         before: That of the round before.
+        carried: State outside the module that starts anew, too.
 
     Example:
         >>> module = nn.Linear(1, 1)
@@ -63,21 +46,25 @@ class LooseState:
         optimizers: Iterable[Optimizer] = (),
         others: Iterable[object] = (),
         before: LooseState | None = None,
+        carried: Carried | None = None,
     ) -> None:
-        self.unknown: list[str] = []  # names of what cannot be looked into
-        self._parts: list[Names | Content] = []
-        self._modes: list[tuple[str, nn.Module, bool]] = []
-        self._learn: list[tuple[str, Tensor, bool]] = []
+        records = before._gathering() if before is not None else {}
+        seen, optimizers = {*map(id, others)}, list(optimizers)
+        for optimizer in optimizers:
+            seen |= {id(value) for value in (optimizer, optimizer.param_groups, *optimizer.param_groups)}
+        found = Search(seen, {id(value) for value in entries(module).values()}, records)
+        for optimizer in optimizers:
+            found.look_below(f"{type(optimizer).__name__}.", vars(optimizer), _BY_CLIENT)
+        found.look([("", module)])
+        self.search = found
+        self.unknown = found.unknown  # names of what cannot be looked into
+        self._parts, self._modes, self._learn, self._leaves = found.parts, found.modes, found.learn, found.leaves
+        self._metrics: list[ClientMetric] = []
+        if carried is not None:
+            parts, self._metrics = carried.search(records)
+            self._parts += parts
         self._left: list[Change] = []
         self._settled = self._shown = False
-        self._leaves: list[Tensor] = []
-        self._records = before._gathering() if before is not None else {}
-        self._state = {id(value) for value in entries(module).values()}
-        self._seen = {*self._state, *map(id, others)}
-        for optimizer in optimizers:
-            self._seen |= {id(value) for value in (optimizer, optimizer.param_groups, *optimizer.param_groups)}
-            self._look(self._names(f"{type(optimizer).__name__}.", vars(optimizer), _BY_CLIENT))
-        self._look([("", module)])
 
     def changes(self) -> list[str]:
         """Names of what has changed since."""
@@ -88,6 +75,8 @@ class LooseState:
     def put_back(self) -> None:
         """Let all be as it was, for another client, without gradients."""
         _undo(self._changes())
+        for metric in self._metrics:
+            metric.begin()
         self._put_back_flags()
         self._clear_gradients()
 
@@ -132,6 +121,8 @@ class LooseState:
         self._left = [change for change in changes if not change.grown]
         for record in self._gathering().values():
             record.show()
+        for metric in self._metrics:
+            metric.show()
         self._put_back_learning()
 
     def _put_back_flags(self) -> None:
@@ -153,64 +144,7 @@ class LooseState:
     def _gathering(self) -> dict[int, Content]:
         return {id(part.value): part for part in self._parts if isinstance(part, Content) and part.gathered}
 
-    # What there is.
-
-    def _look(self, named: Iterable[tuple[str, Any]]) -> None:
-        todo = list(named)
-        while todo:
-            name, value = todo.pop()
-            if isinstance(value, _CONSTANT) or id(value) in self._seen:
-                continue
-            self._seen.add(id(value))
-            kind = kind_of(value)
-            if isinstance(value, nn.Module):
-                todo += self._network(name, value)
-            elif kind is not None or not _is_of(value, _LEFT_ALONE):
-                todo += self._value(name, value, kind)
-
-    def _network(self, name: str, network: nn.Module) -> list[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = []
-        for path, part in network.named_modules(prefix=name):
-            self._seen.add(id(part))
-            own, prefix = vars(part), f"{path}." if path else ""
-            self._modes.append((prefix, part, part.training))
-            learning = {n: p for n, p in own["_parameters"].items() if p is not None}
-            self._learn += [(f"{prefix}{n}", p, p.requires_grad) for n, p in learning.items()]
-            if type(part).__module__.startswith("lightning_fcl.") or _is_of(part, ("torchmetrics.",)):
-                continue
-            found += self._names(prefix, own, _INTERNAL)
-            for values in (own["_buffers"], own["_parameters"], own["_modules"]):
-                kept = {name for name, value in values.items() if value is None or id(value) in self._state}
-                found += self._names(prefix, values, kept, attributes=False)
-        return found
-
-    def _value(self, name: str, value: Any, kind: Kind | None) -> list[tuple[str, Any]]:
-        if kind is not None and kind.can_change(value):
-            part = Content(name, value, kind, kind.copy(kind.read(value)))
-            part.go_on_from(self._records.get(id(value)))
-            self._parts.append(part)
-        inner: list[tuple[str, Any]] = []
-        # As a date or a path is: Python's sets take it by what it says.
-        for_good = isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__
-        if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
-            self._leaves.append(value)
-        if isinstance(value, list | tuple | set | frozenset | deque | dict):
-            inner = [(name, part) for part in (value.values() if isinstance(value, dict) else value)]
-        elif kind is None and not (hasattr(value, "__dict__") or callable(value) or for_good):
-            self.unknown.append(name)
-        return [*inner, *self._names(f"{name}.", vars(value))] if hasattr(value, "__dict__") else inner
-
-    def _names(
-        self, prefix: str, values: dict[str, Any], ignored: Set[str] = frozenset(), attributes: bool = True
-    ) -> list[tuple[str, Any]]:
-        self._parts.append(Names(prefix, values, ignored, dict(values), attributes))
-        return [(f"{prefix}{name}", value) for name, value in values.items() if name not in ignored]
-
 
 def _undo(changes: Iterable[Change]) -> None:
     for change in changes:
         change.undo()
-
-
-def _is_of(value: object, packages: tuple[str, ...]) -> bool:
-    return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)

@@ -63,6 +63,10 @@ class SequentialTrainer:
         self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
         self._draws = True  # whether steps of the client may draw: its first step tells
 
+    def with_methods(self, methods: Sequence[Declaration]) -> SequentialTrainer:
+        """Return such a trainer with other methods, which keeps no optimizer."""
+        return SequentialTrainer(self._module, methods, self._optimizers, False, self._seed, self._step)
+
     def begin(
         self,
         clients: Sequence[ClientRound],

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import itertools
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
@@ -31,8 +28,10 @@ from lightning_fcl.federation.optimizers import group_values, set_group_values, 
 from lightning_fcl.local.drawn import trial_rows
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.method_trial import method_obstacle
+from lightning_fcl.local.outside import Outside
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.recorded import Line, Measured, Recorder
+from lightning_fcl.local.search import Search
 from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.local.trial import copy_of, generators, other_counts, updates
 from lightning_fcl.local.vectorized import StackedPrecision
@@ -117,16 +116,16 @@ class _Trial:
 
     def find_obstacle(self, methods: Sequence[Declaration]) -> Obstacle | None:
         """Return the obstacle, or None."""
-        around = LooseState(_around(self._module))
+        around = Outside(self._module).search()
         try:
             if obstacle := self._step_obstacle(around):
                 return obstacle
             load_entries(self._module, self._state)
             return method_obstacle(self._module, methods, self._optimizer, self._batches[0], padded=False)
         finally:
-            around.put_back()
+            around.restore()
 
-    def _step_obstacle(self, around: LooseState) -> Obstacle | None:
+    def _step_obstacle(self, around: Search) -> Obstacle | None:
         loose, groups, counts = LooseState(self._module), group_values(self._real), updates(self._module)
         drawn, torch_drawn = generators(), torch.get_rng_state()
         alone, buffers = zip(*[self._alone(row) for row in range(len(_CLIENTS))], strict=True)
@@ -138,8 +137,8 @@ class _Trial:
             return Obstacle(Reason.RANDOM)
         if generators() != drawn:
             return Obstacle(Reason.OTHER_RANDOM)
-        if changed := loose.changes() or around.changes() or _hooked(self._module):
-            return Obstacle(Reason.STATE, (quoted(changed),))
+        if obstacle := self._left_behind(loose, around):
+            return obstacle
         with other_counts(self._module.trainer):
             again, _ = self._alone(0)
         if any(one.unlike(other, 0.0) for one, other in zip(again, alone[0], strict=True)):
@@ -148,8 +147,8 @@ class _Trial:
             return Obstacle(Reason.WRITES_PARAMETER, (quoted(moved),))
         for side_by_side in (True, False):
             beside, entries_after = self._beside(side_by_side)
-            if changed := loose.changes() or around.changes() or _hooked(self._module):
-                return Obstacle(Reason.STATE, (quoted(changed),))
+            if obstacle := self._left_behind(loose, around):
+                return obstacle
             for row in range(len(_CLIENTS)):
                 for name, value in buffers[row].items():
                     if not torch.allclose(entries_after[name][row], value, 1e-5, 1e-6, equal_nan=True):
@@ -158,6 +157,13 @@ class _Trial:
                     if what := one.unlike(other, 1e-5):
                         return Obstacle(_UNLIKE[what])
         return None
+
+    def _left_behind(self, loose: LooseState, around: Search) -> Obstacle | None:
+        """Return the state that a step has changed and that the next client would see."""
+        if changed := loose.changes() or _hooked(self._module):
+            return Obstacle(Reason.STATE, (quoted(changed),))
+        outside = sorted({change.name for change in around.changes()})
+        return Obstacle(Reason.OUTSIDE, (quoted(outside),)) if outside else None
 
     def _alone(self, row: int) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
         """A client's steps, as they are, and its entries afterwards."""
@@ -209,22 +215,6 @@ def _step_outcome(
     flat = torch.cat([gradient.detach().flatten() for gradient in gradients])
     numbers = torch.cat([flat.new_zeros(0), *(value.detach().to(flat).flatten() for value in tree_leaves(values))])
     return _StepOutcome(lines, loss.detach().reshape(()), flat, numbers)
-
-
-def _around(module: L.LightningModule) -> nn.Module:
-    """What a module's own functions know beside it, and can change: lists and the like, of classes and of files."""
-    found = nn.Module()
-    for kind in type(module).__mro__:
-        if kind.__module__.startswith(("lightning.", "torch.", "builtins", "lightning_fcl.")):
-            continue
-        known: list[Mapping[str, Any]] = [vars(kind)]
-        for function in filter(inspect.isfunction, vars(kind).values()):
-            variables = inspect.getclosurevars(function)
-            known += [variables.nonlocals, variables.globals]
-        for name, value in itertools.chain.from_iterable(one.items() for one in known):
-            if isinstance(value, list | dict | set | deque) and not name.startswith("__"):
-                vars(found)[name] = value
-    return found
 
 
 class _NoLogger(DummyLogger):

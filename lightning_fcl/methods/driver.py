@@ -120,14 +120,18 @@ class MethodDriver(Callback):
             method.client = None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.release(pl_module)
+        self._rule.close()
+        for method in self.methods:
+            method.leave(pl_module)
+
+    def release(self, pl_module: L.LightningModule) -> None:
+        """Remove what training has put into the module: a hook, and the parts that are frozen."""
         self._freezer.train(pl_module, None)
         self._freezer = Freezer()
-        self._rule.close()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        for method in self.methods:
-            method.leave(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.on_fit_end(trainer, pl_module)

@@ -33,6 +33,7 @@ from lightning_fcl.methods.functional import trainable
 from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
 
 if TYPE_CHECKING:
+    from lightning_fcl.simulation.isolation import Isolation
     from lightning_fcl.simulation.round import Round
     from lightning_fcl.simulation.strategy import FederatedStrategy
 
@@ -53,6 +54,8 @@ class Federation:
         trainer: Who trains the clients.
         why_one_at_a_time: The obstacle to vectorized training; None if clients train vectorized.
         optimizers: The module's optimizers: several only where it optimises by hand.
+        isolation: State outside the module that training reads. None before the first round and if clients train
+            vectorized.
     """
 
     strategy: FederatedStrategy
@@ -64,6 +67,7 @@ class Federation:
     trainer: LocalTrainer = field(init=False)
     why_one_at_a_time: Obstacle | None = field(init=False, default=None)
     optimizers: list[Optimizer] = field(init=False)
+    isolation: Isolation | None = None
 
     @property
     def module(self) -> L.LightningModule:
@@ -156,6 +160,7 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
         federation.strategy.ranks,
     )
     federation.optimizers, federation.methods = optimizers, methods_of(trainer)
+    federation.isolation = None
     federation.participation.seed = federation.seed
     check_stream(trainer, stream)
     named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]

@@ -39,6 +39,7 @@ from lightning_fcl.simulation.experience import (
     share_of,
 )
 from lightning_fcl.simulation.federation import Federation, extra_of, forget_experiences
+from lightning_fcl.simulation.isolation import isolation_of
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class Round:
         forget_experiences(federation, extra, self.number)
         federation.server.begin_round(federation.module, federation.strategy.rules, extra)
         if isinstance(federation.trainer, SequentialTrainer):
+            federation.isolation = federation.isolation or isolation_of(self)
             self.loose = _loose_state(federation, self.loose)
         self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
         self._watched = any(
@@ -355,7 +357,8 @@ def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: Trained,
 def _loose_state(federation: Federation, before: LooseState | None) -> LooseState:
     """What all clients of a round begin with beside the module's state; what of it they cannot is named once."""
     schedulers = [config.scheduler for config in federation.module.trainer.lr_scheduler_configs]
-    loose = LooseState(federation.module, federation.optimizers, schedulers, before)
+    carried = federation.isolation.carried if federation.isolation is not None else None
+    loose = LooseState(federation.module, federation.optimizers, schedulers, before, carried)
     if before is None and loose.unknown:
         log.warning(
             "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked into.",

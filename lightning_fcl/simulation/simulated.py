@@ -105,7 +105,9 @@ def simulated(federation: Federation) -> Round:
 
 
 def _simulate(round: Round, skipped: Sequence[str]) -> Generator[Any, None, None]:
-    """Train the clients, and bring together what they send."""
+    """Train the clients, and aggregate their uploads."""
+    if round.federation.isolation is not None:
+        round.federation.isolation.warn()
     if not round.cohorts:
         yield None
     while round.cohorts:

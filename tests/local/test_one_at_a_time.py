@@ -227,8 +227,8 @@ REASONS = {
     GoesByAMetric: Reason.METRIC,
     MeasuresInAList: Reason.METRIC,
     Appends: Reason.STATE,
-    AppendsElsewhere: Reason.STATE,
-    AppendsToItsClass: Reason.STATE,
+    AppendsElsewhere: Reason.OUTSIDE,
+    AppendsToItsClass: Reason.OUTSIDE,
     Averages: Reason.STATE,
     SetsBuffer: Reason.NEW_BUFFER,
     Clips: Reason.WRITES_PARAMETER,
@@ -248,8 +248,8 @@ REASONS = {
 }
 NAMES = {
     Appends: "`losses`",
-    AppendsElsewhere: "`GATHERED`",
-    AppendsToItsClass: "`numbers`",
+    AppendsElsewhere: "`test_one_at_a_time.GATHERED`",
+    AppendsToItsClass: "`AppendsToItsClass.numbers`",
     Averages: "`mean`",
     SetsBuffer: "mean",
     Clips: "`net.0.weight`",

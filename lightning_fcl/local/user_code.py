@@ -1,0 +1,175 @@
+"""User code that runs in a training step: its functions, the names that it uses, and whether it can run in a trial."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Set
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_MOST = 2_000  # functions that are looked at
+_PACKAGES = frozenset(
+    {
+        *("lightning", "pytorch_lightning", "lightning_fcl", "lightning_utilities", "torch", "torchvision"),
+        *(
+            "torchaudio",
+            "torchmetrics",
+            "numpy",
+            "scipy",
+            "sklearn",
+            "pandas",
+            "builtins",
+            "einops",
+            "typing_extensions",
+        ),
+        *sys.stdlib_module_names,
+    }
+)
+# Functions and packages that write files or talk to other processes.
+_OUTWARD = frozenset(
+    {
+        *("open", "save", "savez", "savez_compressed", "savetxt", "savefig", "save_image", "save_checkpoint"),
+        *("save_file", "save_pretrained", "save_model", "imsave", "imwrite", "dump", "tofile", "to_csv", "to_json"),
+        *("to_parquet", "to_pickle", "to_excel", "write", "writelines", "writerow", "writerows", "write_text"),
+        *("write_bytes", "mkdir", "makedirs", "touch", "unlink", "rmdir", "rmtree", "rename", "system", "Popen"),
+        *("urlopen", "urlretrieve", "sendall", "push_to_hub", "subprocess", "shutil", "socket", "requests", "httpx"),
+        *("sqlite3", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "aim", "boto3", "smtplib", "redis"),
+    }
+)
+# Hooks that run before the step is done: they can change its batch, loss, gradients or weights.
+_EARLY = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step",),
+)
+STEP_HOOKS = (*_EARLY, "on_train_batch_end", "on_client_end")
+"""Hooks of a callback that run in a client's local training."""
+
+
+def is_users(kind: type | ModuleType | FunctionType) -> bool:
+    """Return whether a class, a module or a function is neither Python's, torch's, Lightning's nor this library's."""
+    name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
+    return str(name).split(".")[0] not in _PACKAGES
+
+
+def user_classes(kind: type) -> list[type]:
+    """Return the users' classes among a class and its parents."""
+    return [one for one in kind.__mro__ if is_users(one)]
+
+
+def functions_in(kind: type) -> dict[str, FunctionType]:
+    """Return the functions of a class and its parents by name, as far as they are users' code."""
+    found: dict[str, FunctionType] = {}
+    for one in reversed(user_classes(kind)):
+        for name, value in vars(one).items():
+            if (function := _function(value)) is not None:
+                found[name] = function
+    return found
+
+
+def _function(value: object) -> FunctionType | None:
+    """Return the function behind a method, a property or a decorated function."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property | functools.partial):
+        value = value.func
+    elif isinstance(value, classmethod | staticmethod):
+        value = value.__func__
+    value = inspect.unwrap(value) if callable(value) else value
+    return value if isinstance(value, FunctionType) and is_users(value) else None
+
+
+@functools.lru_cache(10_000)
+def names_in(code: CodeType) -> Set[str]:
+    """Return the names of attributes and global variables that some code uses."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *(name for one in inner for name in names_in(one))}
+
+
+@functools.lru_cache(10_000)
+def globals_in(code: CodeType) -> Set[str]:
+    """Return the names of global variables that some code reads or sets."""
+    own = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith(("_GLOBAL", "_NAME"))}
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*own, *(name for one in inner for name in globals_in(one))}
+
+
+def reached(functions: Iterable[FunctionType], own: dict[str, FunctionType]) -> list[FunctionType]:
+    """Return the users' functions that some functions can call.
+
+    Args:
+        functions: The functions.
+        own: The functions of their class by name.
+    """
+    todo, seen, found = [*functions], set[int](), list[FunctionType]()
+    while todo and len(found) < _MOST:
+        function = todo.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        found.append(function)
+        todo += [own[name] for name in names_in(function.__code__) if name in own]
+        for value in (*_globals_of(function), *closure_of(function).values()):
+            if isinstance(value, type) and is_users(value):
+                todo += functions_in(value).values()
+            elif (other := _function(value)) is not None:
+                todo.append(other)
+    return found
+
+
+def _globals_of(function: FunctionType) -> Iterator[Any]:
+    for name in globals_in(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType) and is_users(value):
+            yield from (vars(value).get(other) for other in names_in(function.__code__))
+        yield value
+
+
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """Return the values of a function's variables from enclosing functions."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # the variable is not set yet
+            continue
+    return found
+
+
+def outward(functions: Iterable[FunctionType]) -> str | None:
+    """Return a name by which some functions write files or talk to other processes; None if there is none."""
+    used = {name for function in functions for name in names_in(function.__code__)}
+    return min(used & _OUTWARD, default=None)
+
+
+def can_change_steps(kind: type) -> bool:
+    """Return whether hooks of a callback may change a step: one runs before its end, or writes to other objects."""
+    own = functions_in(kind)
+    hooks = [own[name] for name in STEP_HOOKS if name in own]
+    return any(name in own for name in _EARLY) or any(map(_writes, reached(hooks, own)))
+
+
+def _writes(function: FunctionType) -> bool:
+    """Return whether a function may write to other objects than its first argument, or change tensors in place."""
+    names = names_in(function.__code__)
+    if any(name.endswith("_") and not name.endswith("__") for name in names) or names & {"setattr", "load_state_dict"}:
+        return True
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # there is no source
+        return True
+    own, *others = [*function.__code__.co_varnames[: function.__code__.co_argcount], ""]
+    for node in ast.walk(tree):
+        target = node.target if isinstance(node, ast.AugAssign) else node
+        if isinstance(target, ast.Name) and target is not node and target.id in others:
+            return True
+        if isinstance(target, ast.Attribute | ast.Subscript) and not isinstance(target.ctx, ast.Load):
+            while isinstance(target, ast.Attribute | ast.Subscript):
+                target = target.value
+            if not (isinstance(target, ast.Name) and target.id == own):
+                return True
+    return False

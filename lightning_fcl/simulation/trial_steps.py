@@ -1,0 +1,293 @@
+"""A few training steps of two clients before the first round, which leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from lightning_fcl.data.attached import transfer_batch
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.protocol import ListensToClients
+from lightning_fcl.local.loose_state import LooseState
+from lightning_fcl.local.sequential import SequentialTrainer
+from lightning_fcl.local.user_code import functions_in, outward, reached
+from lightning_fcl.methods.declaration import Declaration, client_of
+from lightning_fcl.methods.driver import MethodDriver
+from lightning_fcl.randomness import start_randomness
+from lightning_fcl.simulation.cohort import Cohort
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.round import Round
+
+log = logging.getLogger(__name__)
+
+_STEPS = 3
+_SAMPLES = 4
+_STEP_HOOKS = (
+    *("training_step", "forward", "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "backward"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "on_before_batch_transfer"),
+    *("on_after_batch_transfer", "transfer_batch_to_device"),
+)
+_LOGS = ("log", "log_dict")
+_END_HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_train_epoch_end")
+
+
+class TrialSteps:
+    """Trains two clients for a few steps on a few of their samples, by the steps of Lightning and the strategy.
+
+    The steps run on the module itself, because a copy of a large one may not fit into memory. Methods of this library
+    do not take part.
+
+    Args:
+        round: The round that begins.
+        callbacks: The users' callbacks whose hooks run.
+    """
+
+    def __init__(self, round: Round, callbacks: Sequence[Callback]) -> None:
+        self._round, self._federation = round, round.federation
+        self._module, self._trainer = round.federation.module, round.federation.module.trainer
+        self._methods = [callback for callback in callbacks if isinstance(callback, Declaration)]
+        self._driver = [MethodDriver(self._methods)] if self._methods else []
+        self._callbacks = [*callbacks, *self._driver]
+        self._state = self._federation.server.state
+        self._clients = self._chosen()
+        self.gathered: list[str] = []
+
+    def _chosen(self) -> list[tuple[str, IntArray, str]]:
+        """Return two clients with their samples, and the part that these are of."""
+        plan = self._federation.stream.plan
+        rows = {client: own for client, own in plan.train[self._round.number].items() if len(own)}
+        most = sorted(rows, key=lambda client: -len(rows[client]))[:2]
+        found = [(client, rows[client], "train") for client in most]
+        if not found and len(plan.test):  # the server of a deployment has no other samples
+            found = [(client, plan.test, "test") for client in plan.clients[:2]]
+        # A single client stands for both, with its samples in another order.
+        return [*found[:1], *((client, own[::-1], part) for client, own, part in found[-1:])]
+
+    def why_not(self) -> str | None:
+        """Return the reason why the module cannot train in a trial; None if it can."""
+        if not self._clients:
+            return "no client has samples"
+        for kind in {type(part): None for part in self._module.modules()}:
+            own = functions_in(kind)
+            if name := outward(reached([own[hook] for hook in _STEP_HOOKS if hook in own], own)):
+                return f"`{kind.__name__}` uses `{name}` in training"
+        return None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let steps neither log, nor print, nor count, nor draw random numbers, and restore the module afterwards."""
+        federation, plugin = self._federation, self._trainer.precision_plugin
+        self._batches = self._read()
+        with isolate_rng(), torch.enable_grad(), _silent([self._module, *self._callbacks]):
+            restore_counts, scaling = self._note_counts(), plugin.state_dict()
+            states = [dict(optimizer.state) for optimizer in federation.optimizers]
+            self._loose = self._loose_state()
+            try:
+                with self._in_trial():
+                    yield
+            finally:
+                if scaling:
+                    plugin.load_state_dict(scaling)
+                federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
+                for optimizer, state in zip(federation.optimizers, states, strict=True):
+                    optimizer.state.clear()
+                    optimizer.state.update(state)
+                self._loose.put_back()
+                load_entries(self._module, self._state)
+                restore_counts()
+
+    @contextmanager
+    def _in_trial(self) -> Iterator[None]:
+        """Let the Trainer and the federation have the parts of the trial."""
+        trainer: Any = self._trainer
+        federation, round = self._federation, self._round
+        assert isinstance(federation.trainer, SequentialTrainer)
+        kept = trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches
+        local, cohort, cohorts = federation.trainer, round.cohort, round.cohorts
+        trainer.callbacks, trainer.profiler = self._callbacks, PassThroughProfiler()
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        federation.trainer = local.with_methods(self._methods)
+        try:
+            for driver in self._driver:
+                driver.setup(trainer, self._module, "fit")
+            yield
+        finally:
+            for driver in self._driver:
+                driver.release(self._module)
+            for method in self._methods:
+                method.client = None
+            trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches = kept
+            federation.trainer, round.cohort, round.cohorts = local, cohort, cohorts
+
+    def _read(self) -> list[list[Batch]]:
+        """Read the batches of each client."""
+        samples, size = self._federation.stream.samples, min(_SAMPLES, self._federation.stream.batch_size)
+        with isolate_rng():
+            rows = [(np.resize(own, (_STEPS, size)), part) for _, own, part in self._clients]
+            return [[samples.take(batch, part) for batch in own] for own, part in rows]
+
+    def _note_counts(self) -> Callable[[], None]:
+        """Note Lightning's counters of steps; the function that is returned restores them."""
+        loop = self._trainer.fit_loop.epoch_loop
+        optimizer = loop.automatic_optimization.optim_progress.optimizer
+        counters = (optimizer.step, optimizer.zero_grad, loop.manual_optimization.optim_step_progress)
+        counts = [vars(part) for counter in counters for part in (counter.current, counter.total)]
+        before = [dict(count) for count in counts]
+
+        def restore() -> None:
+            for count, then in zip(counts, before, strict=True):
+                count.update(then)
+
+        return restore
+
+    def train(self, row: int) -> State:
+        """Train a client as the first one of a round, and return its state of the module."""
+        federation, module, number = self._federation, self._module, self._round.number
+        restore = self._note_counts()
+        name = self._clients[row][0]
+        part = federation.stream.client_round(name, number)
+        clients = ClientRounds.of([part])
+        index = np.arange(_STEPS * _SAMPLES).reshape(1, _STEPS, _SAMPLES)
+        lengths = np.full((1, _STEPS), _SAMPLES)
+        cohort = Cohort(federation, clients, None, np.ones(1, dtype=np.int64), np.full(1, _STEPS), index, lengths)
+        start_randomness(federation.seed, name, number)
+        memories = [m.on_download(client_of(m, module, {}, self._state, part)) for m in self._methods]
+        federation.strategy.local_steps.begin(federation.optimizers)
+        self._loose.put_back()
+        cohort.received = [self._state]
+        self._round.cohort, self._round.cohorts = cohort, type(self._round.cohorts)([cohort])
+        federation.trainer.begin(clients, [self._state], [memories], [{}])
+        for cohort.step, batch in enumerate(self._batches[row]):
+            self._step(batch, cohort.step)
+        for listener in self._callbacks:
+            if isinstance(listener, ListensToClients):
+                listener.on_client_end(self._trainer, module, part)
+        restore()
+        return {name: value.detach().clone() for name, value in entries(module).items()}
+
+    def _step(self, samples: Batch, number: int) -> None:
+        """One step, with its hooks, as Lightning takes it."""
+        trainer, module, loop = self._trainer, self._module, self._trainer.fit_loop.epoch_loop
+        batch = trainer.precision_plugin.convert_input(copy.deepcopy(samples))
+        batch = transfer_batch(trainer, batch, RunningStage.TRAINING)
+        trainer.accumulate_grad_batches = 1
+        if not self._federation.strategy.local_steps.first:
+            trainer.accumulate_grad_batches = number + 1
+        self._call("on_train_batch_start", batch, number)
+        given = {"batch": batch}
+        if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+            given["batch_idx"] = number
+        if module.automatic_optimization:
+            output = loop.automatic_optimization.run(trainer.optimizers[0], number, given)  # type: ignore[arg-type]
+        else:
+            output = loop.manual_optimization.run(given)  # type: ignore[arg-type]
+        self._call("on_train_batch_end", output, batch, number)
+
+    def _call(self, hook: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, hook)(self._trainer, self._module, *args)
+        getattr(self._module, hook)(*args)
+
+    # Attributes that reach the server.
+
+    def name_gathered(self) -> None:
+        """Note which attributes, as training leaves them, hooks at the end of a round write to the module's state."""
+        self.gathered = self._gathered()
+
+    def _gathered(self) -> list[str]:
+        of_class = functions_in(type(self._module))
+        hooks = [name for name in _END_HOOKS if name in of_class]
+        changed = [change.name for change in self._loose.search.changes()]
+        if not (hooks and changed) or outward(reached([of_class[name] for name in hooks], of_class)):
+            return []
+        first = self._loose_state().search
+        self.train(1)
+        second = self._loose_state().search
+
+        def ended(names: Collection[str] | None) -> State | None:
+            """Return the state from the attributes of the second client, of which some are as the first leaves them."""
+            second.restore()
+            first.restore(names)
+            return self._ended(hooks)
+
+        own, other = ended(()), ended(None)
+        found = []
+        if own is not None and other is not None and not _same(own, other):
+            each = [(name, ended([name])) for name in dict.fromkeys(changed)]
+            found = [name for name, state in each if state is None or not _same(own, state)] or changed
+        self._loose.put_back()
+        return found
+
+    def _loose_state(self) -> LooseState:
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        return LooseState(self._module, self._federation.optimizers, schedulers)
+
+    def _ended(self, hooks: Sequence[str]) -> State | None:
+        """Return the module's state after hooks at the end of a round, which it is restored from; None if they fail."""
+        places = [values for part in self._module.modules() for values in _tensors_of(part)]
+        before = [dict(values) for values in places]
+        load_entries(self._module, self._state)
+        try:
+            for hook in hooks:
+                getattr(self._module, hook)()
+            return {name: value.detach().clone() for name, value in entries(self._module).items()}
+        except Exception:  # whatever a user's own code has to say
+            return None
+        finally:
+            for values, then in zip(places, before, strict=True):
+                values.clear()
+                values.update(then)
+            load_entries(self._module, self._state)
+
+
+def _tensors_of(part: nn.Module) -> list[dict[str, Any]]:
+    return [vars(part)["_buffers"], vars(part)["_parameters"]]
+
+
+def _same(left: State, right: State) -> bool:
+    """Return whether the tensors of the first state are equal in the second, which may have more."""
+    return all(name in right and torch.equal(value, right[name]) for name, value in left.items())
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Stand in for `log`."""
+
+
+@contextmanager
+def _silent(objects: Sequence[object]) -> Iterator[None]:
+    """Let some objects log nothing, and nothing print or warn."""
+    attributes, level = [vars(one) for one in objects], logging.root.manager.disable
+    before = [{name: own[name] for name in _LOGS if name in own} for own in attributes]
+    for own in attributes:
+        own.update(dict.fromkeys(_LOGS, _ignore))
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        for own, then in zip(attributes, before, strict=True):
+            for name in _LOGS:
+                del own[name]
+            own.update(then)
