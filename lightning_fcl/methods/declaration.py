@@ -38,6 +38,8 @@ class Needs:
         logits: The module's output are logits of classes.
         loss: The module states the loss of samples apart from its training step.
         samples: `Method.end_round` and `Method.contribute` look at the round's samples.
+        features: The server uses clients' features or layer inputs. Frozen layers, such as batch normalization with
+            frozen parameters, then stay in evaluation mode, so that all clients have the features of the server's body.
         federation: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
         head: Entries that match the method's argument ``head`` stay with the clients, in a federation.
         uniform: All clients weigh alike in the federation's means.
@@ -52,6 +54,7 @@ class Needs:
     logits: bool = False
     loss: bool = False
     samples: bool = False
+    features: bool = False
     federation: str = ""
     head: bool = False
     uniform: bool = False

@@ -8,18 +8,17 @@ from typing import ClassVar, Literal
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import above, argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
 from lightning_fcl.methods.client import Client, Server, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.functional import embeddings
+from lightning_fcl.methods.functional import embeddings, head_of
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.prototypes import SumOfSome, class_sums, no_sums
 from lightning_fcl.models.ridge import accumulate, packed, solve, square
@@ -54,7 +53,7 @@ class Fed3R(Method):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, federation="no server adds up. Use the strategy, with one client if need be"
+        samples=True, features=True, federation="no server adds up. Use the strategy, with one client if need be"
     )
     reductions: ClassVar[Rules] = {"A": SumOfSome(), "B": SumOfSome()}
 
@@ -109,13 +108,10 @@ def _no_sums(module: L.LightningModule) -> State:
 
 
 def last_layer(module: L.LightningModule) -> tuple[str, str]:
-    """The names of weight and bias of the layer that makes a module's outputs of its features."""
-    if isinstance(module, HasClasses) and isinstance(module, EmbedsInputs):
-        shape = (module.num_classes, module.features)
+    """Return the names of weight and bias of the layer from a module's features to its outputs."""
+    if (layer := head_of(module)) is not None:
         names = {id(value): name for name, value in entries(module).items()}
-        for layer in reversed([*module.modules()]):
-            if isinstance(layer, nn.Linear) and layer.bias is not None and tuple(layer.weight.shape) == shape:
-                return names[id(layer.weight)], names[id(layer.bias)]
+        return names[id(layer.weight)], names[id(layer.bias)]
     raise ValueError(
         f"Expected a module whose last layer is an `nn.Linear` with a bias, from its `features` to its `num_classes`, "
         f"but this `{type(module).__name__}` has none. Use a `Classifier` with such a network."
@@ -157,7 +153,7 @@ class CCVR(Method):
         {'sums': (4, 6), 'products': (4, 15), 'task': (4,)}
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, federation="no server adds up. Use the strategy")
+    needs: ClassVar[Needs] = Needs(samples=True, features=True, federation="no server adds up. Use the strategy")
     reductions: ClassVar[Rules] = {"sums": SumOfSome(), "products": SumOfSome(), "task": "fixed"}
 
     covariance: Literal["full", "diagonal"] = argument("full", one_of, ("full", "diagonal"))

@@ -218,7 +218,9 @@ class FedCBDR(Method):
         100
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, logits=True, federation="no server adds up. Use the strategy")
+    needs: ClassVar[Needs] = Needs(
+        samples=True, features=True, logits=True, federation="no server adds up. Use the strategy"
+    )
     reductions: ClassVar[Rules] = {"gram": SumOfSome()}
 
     max_size: int = argument(500, at_least, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
 from lightning_fcl.errors import quoted
-from lightning_fcl.federation.aggregation import State, load_entries
+from lightning_fcl.federation.aggregation import Reduction, State, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
@@ -24,6 +24,7 @@ from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
+from lightning_fcl.methods.method import driver_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
@@ -134,6 +135,8 @@ class Round:
         federation = self.federation
         check_optimizers(federation)
         self.steps_before = federation.module.trainer.global_step
+        if federation.methods:
+            driver_of(federation.module.trainer).rest_frozen(federation.module)
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
@@ -222,7 +225,8 @@ class Round:
                 if not method.applies_to(part):
                     continue
                 client = cohort.ended(method, row, trained.memories[row][i])
-                if given := method.contribute(client, trained.state(row), cohort.data(method, row)):
+                own = _lasting(trained.state(row), client.server, reductions)
+                if given := method.contribute(client, own, cohort.data(method, row)):
                     rows[row] = {n: v.to(federation.module.device) for n, v in {**nothing, **given}.items()}
             sent |= {f"{method.section}.{n}": value for n, value in stack(rows).items()}
         return sent
@@ -238,6 +242,12 @@ class Round:
         if trained.optimizer is not None:
             kept["optimizer"] = trained.optimizer
         self.federation.server.keep(part.client, state, kept, missed)
+
+
+def _lasting(own: State, received: State, reductions: Mapping[str, Reduction]) -> State:
+    """Return a trained client's state without its changes of entries that the server keeps, such as `fixed` ones."""
+    kept = {n for n in own if not (reductions[n].up or reductions[n].own)}
+    return {n: received[n] if n in kept else value for n, value in own.items()} if kept else own
 
 
 def _moved(memory: Memory, device: torch.device) -> Memory:
