@@ -28,12 +28,14 @@ from lightning_fcl.models.ridge import accumulate, packed, solve, square
 class Fed3R(Method):
     """Every experience: the classifier begins as the ridge regression on all samples so far (Fanì et al. 2024).
 
-    In its first round of an experience a client also sends ``A = Y^T S`` and ``B = S^T S`` of that round's samples: S
-    are their features by its own model, with a column of ones for the bias, Y their classes, one-hot. The server adds
-    them to all earlier ones and those of the base session, and then puts ``A (B + beta I)^-1 / temperature`` into the
-    module's last layer: the solution on all samples in one place, however they are spread, as long as the features
-    stay. From then on the layer is trained as any other (the authors' Fed3R+FT). Sums that do not arrive are sent
-    again.
+    In its first round of an experience a client also sends ``A = Y^T S`` and ``B = S^T S`` of that round's samples. S
+    are the samples' features by the client's model after local training, with a column of ones for the bias. Y are the
+    one-hot classes. The server adds the sums to all earlier ones and those of the base session. Then it puts
+    ``A (B + beta I)^-1 / temperature`` into the module's last layer. From then on the layer is trained as any other
+    (the authors' Fed3R+FT). The next upload repeats sums that did not arrive.
+
+    With a frozen body the result equals ridge regression on all samples in one place, for any partition: frozen batch
+    normalization keeps the server's statistics. In the paper the body is frozen while clients compute the sums.
 
     Args:
         beta: Regulariser, at least 0.
@@ -129,8 +131,9 @@ class CCVR(Method):
     features by its own model, and that of the features' products. The server adds them up over clients, which gives the
     exact mean and covariance of all clients' features of a class (CCVR), and over experiences, as HGP keeps
     the Gaussians of all tasks. Then it draws ``samples`` features of each class from its Gaussian and trains the
-    module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. Where features stay, of a frozen body,
-    the moments are those of all samples so far; elsewhere those of earlier experiences are of earlier features.
+    module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen body, whose batch
+    normalization keeps the server's statistics, the moments are those of all samples so far. Otherwise the moments of
+    earlier experiences are of earlier features.
 
     HGP draws from each client's Gaussian; here a class has one. The loss is the cross-entropy among the classes that
     have come, of `decoupled_logits` where ``logit_norm`` is given, as HGP's is with 0.1.
