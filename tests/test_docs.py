@@ -79,7 +79,7 @@ def test_a_notebook_imports_what_is_there(path: Path):
 
 @pytest.mark.seconds
 def test_the_front_page_s_methods_remember_what_fine_tuning_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """About .77 and .2, it says."""
+    """About 0.77 and 0.2, the page says. Over three seeds the accuracies are 0.77 to 0.79, and 0.195 to 0.198."""
     monkeypatch.chdir(tmp_path)
     program = next(code for language, code in BLOCK.findall(README.read_text()) if language == "python")
     accuracies = []

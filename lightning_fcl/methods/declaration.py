@@ -42,6 +42,8 @@ class Needs:
         loss: The module states the loss of samples apart from its training step.
         samples: `Method.end_round`, `Method.contribute` and those of an experience look at the round's samples.
         numbers: They look at the samples' numbers, `Client.history`, alone.
+        features: The server uses clients' features or layer inputs. Frozen layers, such as batch normalization with
+            frozen parameters, then stay in evaluation mode, so that all clients have the features of the server's body.
         federation: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
         head: Entries that match the method's argument ``head`` stay with the clients, in a federation.
         uniform: All clients weigh alike in the federation's means.
@@ -57,6 +59,7 @@ class Needs:
     loss: bool = False
     samples: bool = False
     numbers: bool = False
+    features: bool = False
     federation: str = ""
     head: bool = False
     uniform: bool = False

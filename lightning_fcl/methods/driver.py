@@ -29,6 +29,7 @@ from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
 from lightning_fcl.methods.experience import declared, lasting, noted, receive
+from lightning_fcl.methods.frozen_layers import FrozenLayers
 from lightning_fcl.methods.functional import (
     features_of,
     gradient_of,
@@ -85,6 +86,7 @@ class MethodDriver(Callback):
         self.finite = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
         self._federation: RunsFederation | None = None
         self._freezer = Freezer()
+        self._frozen_layers = FrozenLayers()
         self._rule = ExitStack()
         self._seen: list[tuple[Any, Tensor]] = []  # the batches of a plain Trainer's epoch
         self._unfinished: list[tuple[Declaration, Client]] = []  # of an epoch that may have been the last
@@ -129,6 +131,7 @@ class MethodDriver(Callback):
         """Remove what training has put into the module: a hook, and the parts that are frozen."""
         self._freezer.train(pl_module, None)
         self._freezer = Freezer()
+        self._frozen_layers.wake()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -149,6 +152,11 @@ class MethodDriver(Callback):
 
     # A client's round.
 
+    def rest_frozen(self, module: nn.Module) -> None:
+        """Keep the statistics of frozen layers, before local training, if the server uses clients' features."""
+        if any(method.needs.features for method in self.methods):
+            self._frozen_layers.rest(module)
+
     def begin(self, clients: Sequence[Client], drawn: DrawnSamples) -> None:
         """Another client trains now, as each method sees it, its state in the module."""
         self._clients, self._drawn, self.finite = [*clients], drawn, torch.tensor(True)
@@ -159,6 +167,7 @@ class MethodDriver(Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._federation is not None:
             return
+        self.rest_frozen(pl_module)
         self._seen = []
         server = {name: value.detach().clone() for name, value in entries(pl_module).items()}
         clients, stream = [], stream_of(trainer)

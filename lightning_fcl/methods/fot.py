@@ -51,7 +51,9 @@ class FOT(MovesServer):
         0.9
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, federation="no server brings updates together. Use the strategy")
+    needs: ClassVar[Needs] = Needs(
+        samples=True, features=True, federation="no server brings updates together. Use the strategy"
+    )
     reductions: ClassVar[Rules] = {"basis.*": "download", "sketch.*": SumOfSome(), "energy.*": SumOfSome()}
 
     eps: float = argument(0.95, share)

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.protocol import EmbedsInputs, StatesLoss
+from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, StatesLoss
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.random_layers import without_advancing
 
@@ -169,6 +169,16 @@ class Embedding(nn.Module):
                 "`Classifier`, or define it beside `speaks_lightning_fcl = True`."
             )
         return self.module.embed(x)
+
+
+def head_of(module: nn.Module) -> nn.Linear | None:
+    """Return the last linear layer with a bias from a module's features to its classes, or None."""
+    if isinstance(module, HasClasses) and isinstance(module, EmbedsInputs):
+        shape = (module.num_classes, module.features)
+        for layer in reversed([*module.modules()]):
+            if isinstance(layer, nn.Linear) and layer.bias is not None and tuple(layer.weight.shape) == shape:
+                return layer
+    return None
 
 
 def states_loss(module: nn.Module, for_what: str = "") -> StatesLoss:

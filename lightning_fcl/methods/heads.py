@@ -8,18 +8,17 @@ from typing import ClassVar, Literal
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import above, argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
 from lightning_fcl.methods.client import Client, Server, remember, section
 from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
-from lightning_fcl.methods.functional import embeddings
+from lightning_fcl.methods.functional import embeddings, head_of
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.prototypes import SumOfSome, class_sums, no_sums
 from lightning_fcl.models.ridge import accumulate, packed, solve, square
@@ -29,12 +28,14 @@ from lightning_fcl.models.ridge import accumulate, packed, solve, square
 class Fed3R(Method):
     """Every experience: the classifier begins as the ridge regression on all samples so far (Fanì et al. 2024).
 
-    A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before: S are their
-    features by its own model, with a column of ones for the bias, Y their classes, one-hot. The server adds
-    them to all earlier ones and those of the base session, and then puts ``A (B + beta I)^-1 / temperature`` into the
-    module's last layer: the solution on all samples in one place, however they are spread, as long as the features
-    stay. From then on the layer is trained as any other (the authors' Fed3R+FT). If a client misses a synchronization,
-    it uploads the sums with its next upload.
+    A client also uploads ``A = Y^T S`` and ``B = S^T S`` of the samples that it has not trained on before. S are the
+    samples' features by the client's model after local training, with a column of ones for the bias. Y are the one-hot
+    classes. The server adds the sums to all earlier ones and those of the base session. Then it puts
+    ``A (B + beta I)^-1 / temperature`` into the module's last layer. From then on the layer is trained as any other
+    (the authors' Fed3R+FT). If a client misses a synchronization, it uploads the sums with its next upload.
+
+    With a frozen body the result equals ridge regression on all samples in one place, for any partition: frozen batch
+    normalization keeps the server's statistics. In the paper the body is frozen while clients compute the sums.
 
     Args:
         beta: Regulariser, at least 0.
@@ -54,7 +55,7 @@ class Fed3R(Method):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, federation="no server adds up. Use the strategy, with one client if need be"
+        samples=True, features=True, federation="no server adds up. Use the strategy, with one client if need be"
     )
     reductions: ClassVar[Rules] = {"A": SumOfSome(), "B": SumOfSome()}
 
@@ -110,13 +111,10 @@ def _no_sums(module: L.LightningModule) -> State:
 
 
 def last_layer(module: L.LightningModule) -> tuple[str, str]:
-    """The names of weight and bias of the layer that makes a module's outputs of its features."""
-    if isinstance(module, HasClasses) and isinstance(module, EmbedsInputs):
-        shape = (module.num_classes, module.features)
+    """Return the names of weight and bias of the layer from a module's features to its outputs."""
+    if (layer := head_of(module)) is not None:
         names = {id(value): name for name, value in entries(module).items()}
-        for layer in reversed([*module.modules()]):
-            if isinstance(layer, nn.Linear) and layer.bias is not None and tuple(layer.weight.shape) == shape:
-                return names[id(layer.weight)], names[id(layer.bias)]
+        return names[id(layer.weight)], names[id(layer.bias)]
     raise ValueError(
         f"Expected a module whose last layer is an `nn.Linear` with a bias, from its `features` to its `num_classes`, "
         f"but this `{type(module).__name__}` has none. Use a `Classifier` with such a network."
@@ -134,9 +132,9 @@ class CCVR(Method):
     own model, and that of the features' products: see `Declaration.contribute_experience`. The server adds them up over
     clients, which gives the exact mean and covariance of all clients' features of a class (CCVR), and over experiences,
     as HGP keeps the Gaussians of all tasks. Then it draws ``samples`` features of each class from its Gaussian and
-    trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. Where features stay, of a
-    frozen body, the moments are those of all samples so far; elsewhere those of earlier experiences are of earlier
-    features.
+    trains the module's last layer on them, by SGD with momentum 0.9 and a cosine schedule. With a frozen body, whose
+    batch normalization keeps the server's statistics, the moments are those of all samples so far. Otherwise the
+    moments of earlier experiences are of earlier features.
 
     HGP draws from each client's Gaussian; here a class has one. The loss is the cross-entropy among the classes that
     have come, of `decoupled_logits` where ``logit_norm`` is given, as HGP's is with 0.1.
@@ -159,7 +157,7 @@ class CCVR(Method):
         {'sums': (4, 6), 'products': (4, 15), 'task': (4,)}
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, federation="no server adds up. Use the strategy")
+    needs: ClassVar[Needs] = Needs(samples=True, features=True, federation="no server adds up. Use the strategy")
     reductions: ClassVar[Rules] = {"sums": SumOfSome(), "products": SumOfSome(), "task": "fixed"}
 
     covariance: Literal["full", "diagonal"] = argument("full", one_of, ("full", "diagonal"))

@@ -126,7 +126,7 @@ class FedProto(Method):
         torch.Size([4, 6])
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True)
+    needs: ClassVar[Needs] = Needs(samples=True, features=True)
     reductions: ClassVar[Rules] = {"sums": ClassSums()}
 
     def __init__(
@@ -199,6 +199,7 @@ class ICaRL(LwF):
         True
     """
 
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True, features=True)
     accumulates: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"sums": ClassSums()}
 

@@ -48,7 +48,9 @@ class RegMean(MovesServer):
         0.0
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, federation="no server brings layers together. Use the strategy")
+    needs: ClassVar[Needs] = Needs(
+        samples=True, features=True, federation="no server brings layers together. Use the strategy"
+    )
     reductions: ClassVar[Rules] = {"gram.*": SumOfSome(), "answers.*": SumOfSome()}
 
     alpha: float = argument(1.0, between, 0, 1)

@@ -220,7 +220,9 @@ class FedCBDR(Method):
         100
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, logits=True, federation="no server adds up. Use the strategy")
+    needs: ClassVar[Needs] = Needs(
+        samples=True, features=True, logits=True, federation="no server adds up. Use the strategy"
+    )
     accumulates: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"gram": SumOfSome()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
 from lightning_fcl.errors import quoted
-from lightning_fcl.federation.aggregation import State, load_entries
+from lightning_fcl.federation.aggregation import Reduction, State, load_entries
 from lightning_fcl.federation.client_store import PROGRESS, SENT, WITHIN, ClientState, Memory, has_result, with_progress
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
@@ -26,6 +26,7 @@ from lightning_fcl.local.stacked import stack
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
 from lightning_fcl.methods.experience import noted, receive
+from lightning_fcl.methods.method import driver_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.experience import (
@@ -149,6 +150,8 @@ class Round:
         federation = self.federation
         check_optimizers(federation)
         self.steps_before = federation.module.trainer.global_step
+        if federation.methods:
+            driver_of(federation.module.trainer).rest_frozen(federation.module)
         extra = extra_of(federation)
         forget_experiences(federation, extra, self.number)
         federation.server.begin_round(federation.module, federation.strategy.rules, extra)
@@ -246,10 +249,11 @@ class Round:
             for row, part in enumerate(cohort.clients):
                 if not method.applies_to(part):
                     continue
-                client, state = cohort.ended(method, row, trained.memories[row][i]), trained.state(row)
-                given = method.contribute(client, state, cohort.data(method, row))
+                client = cohort.ended(method, row, trained.memories[row][i])
+                own = _lasting(trained.state(row), client.server, reductions)
+                given = method.contribute(client, own, cohort.data(method, row))
                 if overrides(method, "contribute_experience"):
-                    given = {**given, **self._share(cohort, method, row, client, state)}
+                    given = {**given, **self._share(cohort, method, row, client, own)}
                 if given:
                     rows[row] = {n: v.to(federation.module.device) for n, v in {**nothing, **given}.items()}
             sent |= {f"{method.section}.{n}": value for n, value in stack(rows).items()}
@@ -313,6 +317,12 @@ class Round:
             found = finish_experience(federation, part, cohort.kept[row], cohort.received[row])
             if found is not None:
                 federation.server.store[part.client] = found
+
+
+def _lasting(own: State, received: State, reductions: Mapping[str, Reduction]) -> State:
+    """Return a trained client's state without its changes of entries that the server keeps, such as `fixed` ones."""
+    kept = {n for n in own if not (reductions[n].up or reductions[n].own)}
+    return {n: received[n] if n in kept else value for n, value in own.items()} if kept else own
 
 
 def _moved(memory: Memory, device: torch.device) -> Memory:

@@ -236,28 +236,32 @@ class Convolutional(nn.Sequential):
         )
 
 
-@pytest.mark.slow
-def test_the_defaults_hold_a_small_network_s_first_task_and_leave_its_weights_in_bounds(quiet):
-    """Digits, then the same turned by a quarter: both defaults over several seeds, a perceptron and convolutions."""
+def second_task(make, method, holds, seed, quiet):
+    """Train on digits, then on the same turned by a quarter: how far what the method knows to matter has moved."""
     data = load_dataset("digits")
     x, y = torch.from_numpy(data.x), torch.from_numpy(data.y)
-    test = torch.arange(len(y)) % 5 == 0
-    models = [Convolutional, lambda: nn.Sequential(nn.Flatten(), MLP([64, 64, 10]))]
-    for make in models:
-        kept = {name: [] for name in ("naive", *KINDS)}
-        for seed in range(2):
-            for name, accuracies in kept.items():
-                torch.manual_seed(seed)
-                task = Classifier(make(), 10, lambda params: torch.optim.SGD(params, lr=0.1))
-                callbacks = [KINDS[name]()] if name in KINDS else []
-                for turned in range(2):
-                    samples = TensorDataset(torch.rot90(x[~test], turned, (2, 3)), y[~test])
-                    loader = DataLoader(samples, 32, shuffle=True)
-                    L.Trainer(max_epochs=3, callbacks=callbacks, **quiet).fit(task, loader)
-                assert all(p.isfinite().all() and p.abs().max() < 10 for p in task.parameters())
-                accuracies.append(float((task(x[test]).argmax(dim=1) == y[test]).float().mean()))
-        means = {name: sum(accuracies) / len(accuracies) for name, accuracies in kept.items()}
-        assert min(means["EWC"], means["MAS"]) > means["naive"] + 0.02, means
+    torch.manual_seed(seed)
+    task = Classifier(make(), 10, lambda params: torch.optim.SGD(params, lr=0.1))
+    for turned in range(2):
+        begun = {name: p.detach().clone() for name, p in task.named_parameters()}
+        samples = DataLoader(TensorDataset(torch.rot90(x, turned, (2, 3)), y), 32, shuffle=True)
+        L.Trainer(max_epochs=3, callbacks=[method] if holds or not turned else [], **quiet).fit(task, samples)
+        if not turned:
+            importance = {name: method.memory[f"importance.{name}"].clone() for name in begun}
+    assert all(p.isfinite().all() and p.abs().max() < 10 for p in task.parameters())
+    moved = ((p.detach() - begun[name]).square() for name, p in task.named_parameters())
+    return sum(float((weight * square).sum()) for weight, square in zip(importance.values(), moved, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [Convolutional, lambda: nn.Sequential(nn.Flatten(), MLP([64, 64, 10]))])
+def test_the_defaults_hold_a_small_network_s_important_weights_and_all_in_bounds(quiet, make, kind):
+    """Over two seeds important weights move less than half as far as in fine-tuning; five seeds: 0.20 to 0.34."""
+    held, free = (
+        sum(second_task(make, KINDS[kind](), holds, seed, quiet) for seed in range(2)) for holds in (True, False)
+    )
+    assert 0 < held < 0.5 * free
 
 
 @pytest.mark.parametrize("cohort_size", [1, 3])

@@ -170,12 +170,18 @@ def test_what_cannot_be_is_refused(make, message):
         make()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("scenario", [Online("Blurry"), Staggered(GrowingClasses(4, 2), 2)])
 def test_a_federation_learns_it(scenario, fit):
-    metrics, stream = ContinualMetrics(), FederatedStream("digits", scenario, IID(3), seed=0)
-    before = Classifier(MLP([64, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.01))
-    task = copy.deepcopy(before)
-    fit(task, stream, [metrics])
-    assert len(metrics.record["rounds"]) == stream.plan.rounds
-    x, y = stream.take(stream.plan.test)
-    assert F.cross_entropy(task(x), y) < F.cross_entropy(before(x), y)
+    losses = [0.0, 0.0]
+    for seed in range(2):
+        torch.manual_seed(seed)
+        metrics, stream = ContinualMetrics(), FederatedStream("digits", scenario, IID(3), seed=seed)
+        before = Classifier(MLP([64, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.01))
+        task = copy.deepcopy(before)
+        fit(task, stream, [metrics])
+        assert len(metrics.record["rounds"]) == stream.plan.rounds
+        x, y = stream.take(stream.plan.test)
+        for i, trained in enumerate((task, before)):
+            losses[i] += float(F.cross_entropy(trained(x), y))
+    assert losses[0] < losses[1] - 0.04, losses  # 0.09 and 0.19 less

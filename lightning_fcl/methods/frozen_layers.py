@@ -1,0 +1,70 @@
+"""Frozen layers with statistics, such as batch normalization, that stay in evaluation mode during local training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from torch import nn
+
+from lightning_fcl.errors import quoted
+from lightning_fcl.methods.functional import head_of
+
+log = logging.getLogger(__name__)
+
+
+class FrozenLayers:
+    """Keeps the statistics of a module's frozen layers.
+
+    Batch normalization in training mode updates its statistics even if its parameters are frozen. The features of a
+    frozen body would then differ between clients, and from those of the server's model.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[str, nn.Module] = {}
+
+    def rest(self, module: nn.Module) -> None:
+        """Put the frozen layers that are in training mode into evaluation mode, and layers that now learn back."""
+        frozen = dict(frozen_layers(module))
+        for name in self._layers.keys() - frozen.keys():
+            self._layers.pop(name).training = True
+        resting = {name: layer for name, layer in frozen.items() if layer.training}
+        for layer in resting.values():
+            layer.training = False
+        if new := [name for name in resting if name not in self._layers]:
+            log.info("Frozen layers keep their statistics during local training: %s.", quoted(new))
+        self._layers |= resting
+
+    def wake(self) -> None:
+        """Put all layers back into training mode."""
+        for layer in self._layers.values():
+            layer.training = True
+        self._layers = {}
+
+
+def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and layers that hold buffers and are frozen.
+
+    A layer with parameters is frozen if none of them learns. A layer without parameters follows the smallest part of
+    the module around the layer that has parameters, apart from the module's last layer.
+
+    Example:
+        >>> body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)).requires_grad_(False)
+        >>> [name for name, _ in frozen_layers(nn.Sequential(body, nn.ReLU(), nn.Linear(3, 2)))]
+        ['0.1']
+    """
+    parts = dict(module.named_modules())
+    try:
+        head = head_of(module)
+    except ValueError:  # the module's network has no `embed`
+        head = None
+    beside = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    for name, layer in parts.items():
+        if not name or not any(True for _ in layer.buffers(recurse=False)):
+            continue
+        around, learn = name, [p.requires_grad for p in layer.parameters()]
+        while not learn and around:
+            around = around.rpartition(".")[0]
+            learn = [p.requires_grad for p in parts[around].parameters() if id(p) not in beside]
+        if not any(learn):
+            yield name, layer
