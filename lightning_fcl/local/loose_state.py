@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import types
-import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Set
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fcl.contents import CONSTANT, LEFT_ALONE, Change, Content, Kind, Names, is_of, kind_of
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.local.contents import Change, Content, Kind, Names, kind_of
 
 _INTERNAL = frozenset(vars(L.LightningModule()))
 _BY_CLIENT = frozenset({"state", "param_groups", "defaults"})  # of an optimizer: they begin anew elsewhere
-_CONSTANT = (
-    *(type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
-)
-# What is no state of a client, by the package of its class or of a parent: what Lightning and this library run by, what
-# gathers over a round, data, and ways to the outside.
-_LEFT_ALONE = (
-    *("lightning.", "lightning_fcl.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit."),
-    *("torch.utils.", "logging", "threading", "_thread", "queue", "socket", "asyncio", "concurrent.", "_io", "tqdm."),
-    *("multiprocessing", "rich.", "matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml."),
-    *("tensorboard", "aim."),
-)
+_CONSTANT = (*CONSTANT, types.FunctionType, types.MethodType)
+_LEFT_ALONE = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")  # also this library's parts, and data sets
 
 
 class LooseState:
@@ -165,7 +152,7 @@ class LooseState:
             kind = kind_of(value)
             if isinstance(value, nn.Module):
                 todo += self._network(name, value)
-            elif kind is not None or not _is_of(value, _LEFT_ALONE):
+            elif kind is not None or not is_of(value, _LEFT_ALONE):
                 todo += self._value(name, value, kind)
 
     def _network(self, name: str, network: nn.Module) -> list[tuple[str, Any]]:
@@ -176,7 +163,7 @@ class LooseState:
             self._modes.append((prefix, part, part.training))
             learning = {n: p for n, p in own["_parameters"].items() if p is not None}
             self._learn += [(f"{prefix}{n}", p, p.requires_grad) for n, p in learning.items()]
-            if type(part).__module__.startswith("lightning_fcl.") or _is_of(part, ("torchmetrics.",)):
+            if type(part).__module__.startswith("lightning_fcl.") or is_of(part, ("torchmetrics.",)):
                 continue
             found += self._names(prefix, own, _INTERNAL)
             for values in (own["_buffers"], own["_parameters"], own["_modules"]):
@@ -210,7 +197,3 @@ class LooseState:
 def _undo(changes: Iterable[Change]) -> None:
     for change in changes:
         change.undo()
-
-
-def _is_of(value: object, packages: tuple[str, ...]) -> bool:
-    return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)
