@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,8 @@ _LEFT_ALONE = (*LEFT_ALONE, "lightning_fcl.", "PIL.", "pandas.", "pyarrow.", "h5
 # Packages whose classes and functions are known: no state of a user is behind their class attributes and globals.
 _KNOWN = ("numpy.", "torch.", "torchvision.", *_LEFT_ALONE)
 _STANDARD = frozenset({"builtins", "abc", "typing", "collections", "functools", "enum", "dataclasses"})
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class Reachable(NamedTuple):
@@ -60,19 +63,23 @@ def reachable(roots: Mapping[str, object]) -> Iterator[Reachable]:
 
 
 def _held_by(path: str, value: Any) -> Callable[[], dict[str, Any]]:
-    if isinstance(value, _SIMPLE) or (isinstance(value, _CONTAINERS) and _is_simple(_values(value))):
+    if isinstance(value, _SIMPLE):
         return dict
-    if isinstance(value, dict):
-        return lambda: {f"{path}[{key!r}]": item for key, item in value.items()}
-    if isinstance(value, _CONTAINERS):
-        return lambda: {f"{path}[{place}]": item for place, item in enumerate(value)}
     if isinstance(value, types.FunctionType):
         return lambda: _of_function(path, value)
     if isinstance(value, types.MethodType):
         return lambda: {f"{path}.__func__": value.__func__, f"{path}.__self__": value.__self__}
     if isinstance(value, partial):
         return lambda: {f"{path}.func": value.func, f"{path}.args": value.args, f"{path}.keywords": value.keywords}
+    if isinstance(value, _CONTAINERS):
+        items = dict if _is_simple(_values(value)) else partial(_items_of, path, value)
+        return (lambda: {**items(), **_of_object(path, value)}) if hasattr(value, "__dict__") else items
     return partial(_of_object, path, value) if _is_looked_into(value) else dict
+
+
+def _items_of(path: str, container: Any) -> dict[str, Any]:
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    return {f"{path}[{key!r}]": item for key, item in pairs}
 
 
 def _is_looked_into(value: object) -> bool:
@@ -126,7 +133,7 @@ def _function_of(item: object) -> types.FunctionType | None:
 
 
 def _of_function(path: str, function: types.FunctionType) -> dict[str, Any]:
-    """Return the variables and defaults that a function uses, those of other packages aside."""
+    """Return what a function uses: closed-over variables, defaults, and globals unless it is of an installed package."""
     if _is_known(function.__module__ or ""):
         return {}
     found: dict[str, Any] = {}
@@ -137,9 +144,16 @@ def _of_function(path: str, function: types.FunctionType) -> dict[str, Any]:
             continue
     found |= {f"{path}.__defaults__": function.__defaults__, f"{path}.__kwdefaults__": function.__kwdefaults__}
     found |= {f"{path}.{name}": value for name, value in vars(function).items()}
+    if _is_installed(function.__code__.co_filename):
+        return found
     module = (function.__module__ or "").replace("__mp_main__", "__main__")  # the main script in a spawned process
     variables = function.__globals__
     return found | {f"{module}.{name}": variables[name] for name in _names_in(function.__code__) if name in variables}
+
+
+@lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    return file.startswith(_STANDARD_LIBRARY) or "site-packages" in file or "dist-packages" in file
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ _SMALL = 2**20  # bytes of a tensor or an array whose content is compared
 
 
 def prepare_reading(samples: Samples, rows: IntArray, seed: int, warn: bool = True) -> None:
-    """Find the random generators of a data set's code, and warn of state that reads change, once for each fit.
+    """Before a fit, forget the generators that were found in another one, and warn of state that reads change.
 
     Args:
         samples: The samples of a stream.
@@ -31,7 +31,7 @@ def prepare_reading(samples: Samples, rows: IntArray, seed: int, warn: bool = Tr
         seed: Seed of both reads.
         warn: Whether this process warns.
     """
-    samples.find_generators()
+    samples.generators.forget()
     if warn and samples.draws and len(rows):
         _warn_of_changes(samples, rows, seed)
 

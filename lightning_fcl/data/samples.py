@@ -136,12 +136,12 @@ class Samples:
         """
         if not isinstance(self.x, Dataset):
             return {}
-        found = dict.fromkeys(_holding(self.x, indices))
-        return {**{str(number): data for number, data in enumerate(found)}, "collate_fn": self.collate(part)}
+        found = {id(data): data for data in _holding(self.x, indices)}
+        numbered = {str(number): data for number, data in enumerate(found.values())}
+        return {**numbered, "collate_fn": self.collate(part)}
 
     def find_generators(self) -> None:
-        """Find all generators anew, before a fit and before processes are forked to read."""
-        self.generators.forget()
+        """Find all generators now, so that processes that are forked to read need not."""
         for data in _all_within(self.x) if isinstance(self.x, Dataset) else ():
             self.generators.of(data)
 

@@ -250,7 +250,10 @@ class FederatedStream(L.LightningDataModule):
 
     def read(self, requests: Iterable[Request], part: str = "train") -> Iterator[Any]:
         """The batches of a part that requests ask for, read by `num_workers` processes, which are given no Trainer."""
-        return read(partial(self.samples.take, part=part), requests, self.loading(part))
+        loading = self.loading(part)
+        if loading.num_workers:
+            self.samples.find_generators()
+        return read(partial(self.samples.take, part=part), requests, loading)
 
     def client_round(self, client: str, round: int) -> ClientRound:
         """What is known of a client's part in a round."""
