@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from dataclasses import dataclass, replace
 
 import lightning.pytorch as L
 import numpy as np
@@ -13,7 +14,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from lightning_fcl import FederatedStrategy, FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics, Replay
+from lightning_fcl.callbacks import ContinualMetrics, Pretrain, Replay
+from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.randomness import seed_of, start_randomness
@@ -308,6 +310,7 @@ def with_tests(make, shared=False):
     return found
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [name for name in DATA if name != "nested"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_validation_and_metrics_do_not_change_training(quiet, name, shared):
@@ -324,7 +327,8 @@ def test_validation_does_not_depend_on_num_workers(quiet, name):
     assert alone.losses == two.losses and len(alone.losses) > 4
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", ["numpy", "monai", "albumentations", "global variable", "none"])
 def test_replay_does_not_depend_on_other_clients_or_change_training(quiet, name):
     def remembered(data):
         replay = Replay(6, update="round")
@@ -391,6 +395,7 @@ def test_global_generators_keep_their_numbers(quiet):
                     assert torch.isclose(data.x, clean, atol=1e-6).all(1).any()
 
 
+@pytest.mark.seconds
 def test_collate_fn_is_seeded(quiet):
     def fit(names, workers=0):
         return train({name: Items(ord(name)) for name in names}, quiet, workers, collate_fn=NoisyCollate(7))
@@ -402,6 +407,7 @@ def test_collate_fn_is_seeded(quiet):
     assert collate.draws.bit_generator.state == np.random.default_rng(7).bit_generator.state
 
 
+@pytest.mark.seconds
 def test_plain_trainer_reads_the_same_for_any_num_workers(quiet):
     class Plain(Keeper):
         def training_step(self, batch, batch_idx):
@@ -424,9 +430,8 @@ def test_cohort_reads_as_single_clients(quiet):
     def weights(size):
         task = Keeper()
         task.training_step = lambda batch, batch_idx: nn.functional.cross_entropy(task(batch[0]), batch[1])
-        stream = FederatedStream(
-            two_clients(Pairs), Stationary(rounds=1), split=Split(test=0.0), batch_size=BATCH, seed=0
-        )
+        words = dict(scenario=Stationary(rounds=1), split=Split(test=0.0), batch_size=BATCH, seed=0)
+        stream = FederatedStream(two_clients(NumPyItems), **words)
         strategy = FederatedStrategy(seed=0, cohort_size=size)
         L.Trainer(strategy=strategy, max_epochs=1, **quiet).fit(task, datamodule=stream)
         return [p.detach() for p in task.parameters()]
@@ -449,3 +454,57 @@ def test_targets_are_read_without_a_trace():
     stream.setup("fit")
     stream.take(np.arange(4))
     assert stream.num_classes == 3 and data.rng.bit_generator.state == before
+
+
+class Tested(Keeper):
+    """Has a step of its own to be tested by."""
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("name", ["numpy", "monai", "none"])
+def test_own_test_step_does_not_change_training(quiet, name):
+    def fit(callbacks):
+        task = Tested()
+        words = dict(scenario=Stationary(rounds=ROUNDS), batch_size=BATCH, seed=0)
+        strategy = FederatedStrategy(seed=0, cohort_size=1)
+        trainer = L.Trainer(strategy=strategy, max_epochs=ROUNDS, callbacks=callbacks, **quiet)
+        trainer.fit(task, datamodule=FederatedStream(with_tests(DATA[name], shared=True), **words))
+        return task, trainer.test(task, datamodule=trainer.datamodule, verbose=False)
+
+    (measured, values), (plain, same) = fit([ContinualMetrics()]), fit([])
+    assert difference(measured, plain) == 0 and values == same
+
+
+@dataclass(frozen=True)
+class WithPretraining(Stationary):
+    """The first ten samples are for pre-training."""
+
+    def plan(self, pool, seed=0):
+        plan = super().plan(pool, seed)
+        rest = tuple({client: rows[rows >= 10] for client, rows in current.items()} for current in plan.train)
+        return replace(plan, train=rest, pretrain=np.arange(10))
+
+
+@pytest.mark.parametrize("name", ["numpy", "monai", "albumentations", "collate", "none"])
+def test_pretraining_does_not_depend_on_earlier_draws(quiet, name):
+    def fit(draws):
+        if name == "collate":
+            data, words = Items(1), {"collate_fn": (collate := NoisyCollate(7))}
+            for _ in range(draws):
+                collate(list(data)[:2])
+        else:
+            data, words = DATA[name](1), {}
+            for index in range(draws):
+                data[index]
+        stream = FederatedStream(
+            data, WithPretraining(rounds=1), IID(1), Split(test=0.0), batch_size=BATCH, seed=0, **words
+        )
+        task = Keeper()
+        task.training_step = lambda batch, batch_idx: nn.functional.cross_entropy(task(batch[0]), batch[1])
+        trainer = L.Trainer(strategy=FederatedStrategy(seed=0), max_epochs=1, callbacks=[Pretrain(3)], **quiet)
+        trainer.fit(task, datamodule=stream)
+        return [p.detach().clone() for p in task.parameters()]
+
+    assert all(map(torch.equal, fit(0), fit(3)))
