@@ -133,7 +133,7 @@ def _function_of(item: object) -> types.FunctionType | None:
 
 
 def _of_function(path: str, function: types.FunctionType) -> dict[str, Any]:
-    """Return what a function uses: closed-over variables, defaults, and globals unless it is of an installed package."""
+    """Return the variables that a function uses: of closures, defaults, and globals of code that is not installed."""
     if _is_known(function.__module__ or ""):
         return {}
     found: dict[str, Any] = {}

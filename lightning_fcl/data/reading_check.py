@@ -66,8 +66,8 @@ def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
 def changes_of(read: Callable[[], Any], roots: Mapping[str, object]) -> tuple[list[str], bool]:
     """Read a sample twice with the same random numbers and compare.
 
-    Attributes and containers are restored, except for slots, class attributes and variables of functions. Changes of the first read alone, such as caches and opened files, do not
-    count.
+    Attributes and containers are restored, except for slots, class attributes and variables of functions. Changes of
+    the first read alone, such as caches and opened files, do not count.
 
     Args:
         read: Reads the sample.

@@ -150,7 +150,7 @@ class Samples:
         everything = np.arange(len(self))
         with torch.no_grad():
             parts = [
-                function(self.take(part, "test")[0].to(device)).cpu()
+                function(self.take(part, "test", seed=int(part[0]))[0].to(device)).cpu()
                 for part in np.split(everything, range(256, len(everything), 256))
             ]
         return replace(self, x=torch.cat(parts), scale=None, unmapped=self.unmapped or self)
