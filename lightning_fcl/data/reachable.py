@@ -72,7 +72,7 @@ def _held_by(path: str, value: Any) -> Callable[[], dict[str, Any]]:
     if isinstance(value, partial):
         return lambda: {f"{path}.func": value.func, f"{path}.args": value.args, f"{path}.keywords": value.keywords}
     if isinstance(value, _CONTAINERS):
-        items = dict if _is_simple(_values(value)) else partial(_items_of, path, value)
+        items = dict if _is_simple(value) else partial(_items_of, path, value)
         return (lambda: {**items(), **_of_object(path, value)}) if hasattr(value, "__dict__") else items
     return partial(_of_object, path, value) if _is_looked_into(value) else dict
 
@@ -167,15 +167,17 @@ def _values(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
-def _is_simple(values: Iterable[Any]) -> bool:
-    """Return whether values are constants, tensors and arrays, also in tuples, lists and dicts, by their types."""
-    level = values
-    for _ in range(3):
-        kinds = set(map(type, level))
-        nested = {kind for kind in kinds if kind in (tuple, list, dict)}
-        if any(not issubclass(kind, _SIMPLE) for kind in kinds - nested):
+def _is_simple(container: Any) -> bool:
+    """Return whether a container holds constants, tensors and arrays only, also in tuples, lists and dicts."""
+    containers = [container]
+    for _ in range(4):
+        kinds = set[type]()
+        for value in containers:
+            kinds.update(map(type, _values(value)))
+        nested = kinds & {tuple, list, dict}
+        if not all(issubclass(kind, _SIMPLE) for kind in kinds - nested):
             return False
         if not nested:
             return True
-        level = list(chain.from_iterable(_values(value) for value in level if type(value) in nested))
+        containers = [item for value in containers for item in _values(value) if type(item) in nested]
     return False
