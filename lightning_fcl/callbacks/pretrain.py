@@ -66,7 +66,8 @@ class Pretrain(Callback):
         for hook in TRANSFER_HOOKS:
             if is_overridden(hook, stream):
                 setattr(pupil, hook, getattr(stream, hook))
-        fit_alone(pupil, stream.pretrain_dataloader(), self.epochs, trainer, trainer.precision)
+        with stream.samples.seeded(stream.plan.pretrain, "train", seed_of(stream.seed, "pretrain")):
+            fit_alone(pupil, stream.pretrain_dataloader(), self.epochs, trainer, trainer.precision)
         pl_module.load_state_dict(pupil.state_dict())
 
 

@@ -29,6 +29,7 @@ from lightning_fcl.methods.compose import methods_of, predicting
 from lightning_fcl.methods.declaration import overriding
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.trial import a_few, as_handed, aside, why_no_logits
+from lightning_fcl.randomness import seed_of
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.tasks.task import Task
 
@@ -254,7 +255,8 @@ class StepTester:
             loading = self.stream.samples.loaders.get(self.part)
             size = self.stream.batch_size if loading is None else loading.batch_size
             for index, start in enumerate(range(0, len(rows), size)):
-                batch = as_handed(module, self.stream.samples.take(rows[start : start + size], self.part))
+                seed = seed_of(self.stream.seed, "server", self.part, start)
+                batch = as_handed(module, self.stream.samples.take(rows[start : start + size], self.part, seed))
                 caught.batch = batch
                 call(f"on_{stage}_batch_start", batch, index)
                 output = call(f"{stage}_step", batch, index)

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fcl.randomness import Keys, keys_of, numbers, start_randomness
+from lightning_fcl.randomness import Keys, keys_of, numbers, seed_of, start_randomness
 
 Batch = Any
 """A batch as a data set makes it: often ``[x, y]``, but any nest of lists, dicts and tensors."""
 
-Take = Callable[[NDArray[np.int64]], Any]
+Take = Callable[..., Any]
+"""Returns the samples at some indices. The keyword ``seed`` seeds random generators other than the global ones."""
 
 Collate = Callable[[list[Any]], Any]
 IntArray = NDArray[np.int64]
@@ -74,7 +75,7 @@ class Request:
         """The samples, whatever has been read or trained before; it changes no state of a random number generator."""
         with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             start_randomness(self.seed, *self.key)
-            return take(self.rows)
+            return take(self.rows, seed=seed_of(self.seed, *self.key))
 
 
 class _Requested(Dataset[Any]):
@@ -97,7 +98,7 @@ def read(take: Take, requests: Iterable[Request], loading: Loading) -> Iterator[
         batch_size=None,
         sampler=requests,
         num_workers=loading.num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=as_it_is,
         pin_memory=loading.pin_memory,
         worker_init_fn=loading.worker_init_fn,
         generator=torch.Generator().manual_seed(0),  # it would draw from the global one
@@ -114,7 +115,8 @@ def read(take: Take, requests: Iterable[Request], loading: Loading) -> Iterator[
         ) from error
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """Return a batch unchanged: the `collate_fn` of a data set whose items are batches."""
     return batch
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
-from lightning_fcl.data.batches import Collate, Loading
+from lightning_fcl.data.batches import Collate, Loading, as_it_is
 from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.data.datasets.arrays import Measurement
+from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.targets import Numbered
+from lightning_fcl.randomness import seed_of
 
 
 @dataclass(frozen=True)
@@ -92,28 +98,67 @@ class Samples:
         x = x.float() if x.dtype == torch.float64 else x
         return replace(self, x=x, targets=targets.astype(np.float32) if targets.dtype == np.float64 else targets)
 
-    def take(self, indices: IntArray, part: str = "train") -> Any:
-        """The samples at ``indices``, stacked: ``[x, y]``, or what a data set's items hold; as they are for a part."""
+    @cached_property
+    def generators(self) -> Generators:
+        """The random generators that a data set's own code holds."""
+        return Generators()
+
+    def take(self, indices: IntArray, part: str = "train", seed: int = 0) -> Any:
+        """Return some samples, stacked: ``[x, y]``, or the content of a data set's items.
+
+        Args:
+            indices: Numbers of the samples, shape (n,).
+            part: ``"train"``, ``"validation"`` or ``"test"``, whose `collate_fn` is used.
+            seed: Seed of the random generators that a data set holds. Their own state stays as it is.
+        """
         if isinstance(self.x, Dataset):
-            batch = self.collate(part)([self.x[int(i)] for i in indices])
+            batch = self.read(indices, part, seed)
             return list(batch) if type(batch) is tuple else batch
         x, y = self.stored(indices)
         return [self.prepared(x), y]
+
+    def read(self, indices: Iterable[int], part: str, seed: int) -> Any:
+        """Return a batch of a data set's items as `collate_fn` makes it. See `take`."""
+        data: Any = self.x
+        with self.seeded(indices, part, seed):
+            return self.collate(part)([data[int(i)] for i in indices])
+
+    @contextmanager
+    def seeded(self, indices: Iterable[int], part: str, seed: int) -> Iterator[None]:
+        """Temporarily seed the random generators of the data sets that hold some samples, and of `collate_fn`."""
+        with self.generators.seeded(self.readers(indices, part), seed):
+            yield
+
+    def readers(self, indices: Iterable[int], part: str) -> dict[str, object]:
+        """Return the data sets that hold some samples, numbered as they are read, and `collate_fn`.
+
+        A client's own data set has the same name whichever other clients there are.
+        """
+        if not isinstance(self.x, Dataset):
+            return {}
+        found = {id(data): data for data in _holding(self.x, indices)}
+        numbered = {str(number): data for number, data in enumerate(found.values())}
+        return {**numbered, "collate_fn": self.collate(part)}
+
+    def find_generators(self) -> None:
+        """Find all generators now, so that processes that are forked to read need not."""
+        for data in _all_within(self.x) if isinstance(self.x, Dataset) else ():
+            self.generators.of(data)
 
     def mapped(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> Samples:
         """What a function makes of these, batch by batch, on a device: features of a frozen backbone."""
         everything = np.arange(len(self))
         with torch.no_grad():
             parts = [
-                function(self.take(part, "test")[0].to(device)).cpu()
+                function(self.take(part, "test", seed=int(part[0]))[0].to(device)).cpu()
                 for part in np.split(everything, range(256, len(everything), 256))
             ]
         return replace(self, x=torch.cat(parts), scale=None, unmapped=self.unmapped or self)
 
-    def stored(self, indices: IntArray) -> Any:
+    def stored(self, indices: IntArray, seed: int = 0) -> Any:
         """As `take`, but pixels as they are stored, which `prepared` makes samples of."""
         if isinstance(self.x, Dataset):
-            return self.take(indices, "test")
+            return self.take(indices, "test", seed)
         return [self.x[torch.from_numpy(indices)], torch.from_numpy(self.targets[indices])]
 
     def prepared(self, x: Tensor) -> Tensor:
@@ -176,8 +221,66 @@ class SampleRows(Dataset[tuple[Tensor, Tensor]]):
         return list(zip(x, y, strict=True))
 
 
+class _SeededRows(Dataset[Any]):
+    """Some items of a data set whose code holds random generators, read in batches that are seeded by their place."""
+
+    def __init__(self, samples: Samples, indices: IntArray, part: str, seed: int) -> None:
+        self.samples = samples
+        self.indices = indices
+        self.part = part
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        with self.samples.seeded([self.indices[index]], self.part, self._seed(index)):
+            return self.samples.x[int(self.indices[index])]
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        """Return a whole batch, as the loader's `collate_fn` returns it."""
+        return self.samples.read(self.indices[rows], self.part, self._seed(rows[0]))
+
+    def _seed(self, first: int) -> int:
+        return seed_of(self.seed, "server", self.part, first)
+
+
 def rows_of(samples: Samples, indices: IntArray) -> Dataset[Any]:
     return Subset(samples.x, indices.tolist()) if isinstance(samples.x, Dataset) else SampleRows(samples, indices)
+
+
+def loader_of(samples: Samples, indices: IntArray, loading: Loading, part: str, seed: int) -> DataLoader[Any]:
+    """Return a loader of the samples of a part, whose batches do not depend on `num_workers`."""
+    if not any(map(samples.generators.of, samples.readers(indices, part).values())):
+        return loading.loader(rows_of(samples, indices))
+    return replace(loading, collate_fn=as_it_is).loader(_SeededRows(samples, indices, part, seed))
+
+
+def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:
+    """Yield the data sets that hold some items, without those of torch and of this package that join others."""
+    if type(data) is Numbered:
+        yield from _holding(data.data, rows)
+    elif type(data) is Subset:
+        yield from _holding(data.dataset, (data.indices[int(row)] for row in rows))
+    elif type(data) is ConcatDataset:
+        parts: dict[int, list[int]] = {}
+        for row in rows:
+            number = bisect_right(data.cumulative_sizes, row)
+            parts.setdefault(number, []).append(int(row) - (data.cumulative_sizes[number - 1] if number else 0))
+        for number, own in parts.items():
+            yield from _holding(data.datasets[number], own)
+    else:
+        yield data
+
+
+def _all_within(data: Dataset[Any]) -> Iterator[Dataset[Any]]:
+    if type(data) is ConcatDataset:
+        for part in data.datasets:
+            yield from _all_within(part)
+    elif type(data) is Numbered or type(data) is Subset:
+        yield from _all_within(data.data if isinstance(data, Numbered) else data.dataset)
+    else:
+        yield data
 
 
 def normalised(samples: Samples, mean: Any, std: Any) -> Samples:

@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, order_keys, plan_batches, read
-from lightning_fcl.data.client_round import ClientRound, SampleHistory, current_round
+from lightning_fcl.data.client_loader import ClientLoader
+from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
 from lightning_fcl.data.features import as_pixels, embedded
 from lightning_fcl.data.own import Benchmark, Data, names_clients, of_anything, of_benchmark, refuse_dealt, samples_of
 from lightning_fcl.data.partition import Natural, Partition
-from lightning_fcl.data.samples import Samples, name_of, normalised, rows_of
+from lightning_fcl.data.samples import Samples, loader_of, name_of, normalised, rows_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, named
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
@@ -242,7 +243,7 @@ class FederatedStream(L.LightningDataModule):
     @property
     def take(self) -> Take:
         """Gives the samples at indices and their targets, stacked: ``[x, y]``, or what a data set's items hold."""
-        return self.samples.take  # without the stream: a process that is spawned to read gets no Trainer
+        return partial(self.samples.take, seed=self.seed)  # without the stream: a spawned process gets no Trainer
 
     def client_samples(self, client: str, round: int, seed: int) -> Any:
         """A client's samples of a round, stacked: the same whenever they are asked for."""
@@ -250,7 +251,10 @@ class FederatedStream(L.LightningDataModule):
 
     def read(self, requests: Iterable[Request], part: str = "train") -> Iterator[Any]:
         """The batches of a part that requests ask for, read by `num_workers` processes, which are given no Trainer."""
-        return read(partial(self.samples.take, part=part), requests, self.loading(part))
+        loading = self.loading(part)
+        if loading.num_workers:
+            self.samples.find_generators()
+        return read(partial(self.samples.take, part=part), requests, loading)
 
     def client_round(self, client: str, round: int) -> ClientRound:
         """What is known of a client's part in a round."""
@@ -303,14 +307,14 @@ class FederatedStream(L.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """The validation samples, if any."""
         if not len(self.plan.validation):
-            # Lightning warns of an empty list of loaders, which is what it asks for where there is none.
+            # Lightning asks for an empty list of loaders, and warns of one.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
-        return self.loading("validation").loader(rows_of(self.samples, self.plan.validation))
+        return loader_of(self.samples, self.plan.validation, self.loading("validation"), "validation", self.seed)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """The common test set."""
-        return self.loading("test").loader(rows_of(self.samples, self.plan.test))
+        return loader_of(self.samples, self.plan.test, self.loading("test"), "test", self.seed)
 
     def predict_dataloader(self) -> Any:
         """What a data module predicts; of other data the common test set."""
@@ -332,39 +336,3 @@ class FederatedStream(L.LightningDataModule):
         workers = self.num_workers if draws else 0
         loading = Loading(size, num_workers=workers, collate_fn=self.samples.collate(part))
         return self.samples.loaders.get(part, loading)
-
-
-class ClientLoader:
-    """The training data of all clients, which a `FederatedStrategy` replaces by the batches of each round.
-
-    In a plain Trainer a stream of one client can be iterated as it is: an epoch is a round.
-    """
-
-    def __init__(self, stream: FederatedStream) -> None:
-        self.stream = stream
-
-    def __len__(self) -> int:
-        if self.stream.count_batches is None:
-            raise TypeError(
-                'Expected a Trainer with `strategy="federated"` that fits to count the batches of a client in a round '
-                "but there is none."
-            )
-        return self.stream.count_batches()
-
-    def __iter__(self) -> Iterator[Any]:
-        stream, plan, trainer = self.stream, self.stream.plan, self.stream.trainer
-        if len(plan.clients) != 1 or trainer is None:
-            raise ValueError(
-                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients but got a '
-                "plain one, which trains a single client."
-            )
-        client, round = plan.clients[0], current_round(trainer)
-        if round >= plan.rounds and trainer.max_epochs == plan.rounds:
-            return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
-        if round >= plan.rounds:
-            raise ValueError(
-                f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}."
-            )
-        batches = stream.batch_rows(client, round)
-        requests = (Request.of(rows, stream.seed, client, round, 0, step) for step, rows in enumerate(batches))
-        yield from stream.read(requests) if stream.samples.draws else (stream.take(one.rows) for one in requests)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.errors import did_you_mean, listed
 
@@ -145,7 +146,7 @@ def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
 def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
     """The targets of items; none if an item has none, or they have several shapes."""
     targets = []
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):
         for index in rows:
             item = dataset[index]
             place = place_of_target(item)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fcl.contents import Change, Content
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.local.contents import Change, Content
 from lightning_fcl.local.outside import Carried, ClientMetric
 from lightning_fcl.local.search import Search
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fcl.local.contents import Content, Names, kind_of
+from lightning_fcl.contents import Content, Names, kind_of
 from lightning_fcl.local.search import INTERNAL, Search, is_below
 from lightning_fcl.local.user_code import (
     closure_of,

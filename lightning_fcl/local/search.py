@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fcl.local.contents import Change, Content, Kind, Names, kind_of
+from lightning_fcl.contents import CONSTANT, LEFT_ALONE, Change, Content, Kind, Names, kind_of
 
 INTERNAL = frozenset(vars(L.LightningModule()))
 """Attributes of a module that Lightning and torch set."""
-_CONSTANT = (
-    *(type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
-)
-# No state of a client, by the package of the class or of a parent class: objects of Lightning and of this library,
-# objects that accumulate over a round, data, and connections to other processes.
-_LEFT_ALONE = (
-    *("lightning.", "lightning_fcl.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit."),
-    *("torch.utils.", "logging", "threading", "_thread", "queue", "socket", "asyncio", "concurrent.", "_io", "tqdm."),
-    *("multiprocessing", "rich.", "matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml."),
-    *("tensorboard", "aim."),
-)
+_CONSTANT = (*CONSTANT, types.FunctionType, types.MethodType)
+_LEFT_ALONE = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")  # also this library's parts, and datasets
 
 
 class Search:
@@ -79,7 +66,7 @@ class Search:
             kind = kind_of(value)
             if isinstance(value, nn.Module):
                 todo += self._network(name, value)
-            elif kind is not None or not _is_of(value, _LEFT_ALONE):
+            elif kind is not None or not is_of(value, _LEFT_ALONE):
                 todo += self._value(name, value, kind)
             else:
                 self.others.append(name)
@@ -118,7 +105,7 @@ class Search:
             self.modes.append((prefix, part, part.training))
             learning = {n: p for n, p in own["_parameters"].items() if p is not None}
             self.learn += [(f"{prefix}{n}", p, p.requires_grad) for n, p in learning.items()]
-            if type(part).__module__.startswith("lightning_fcl.") or _is_of(part, ("torchmetrics.",)):
+            if type(part).__module__.startswith("lightning_fcl.") or is_of(part, ("torchmetrics.",)):
                 continue
             found += self._names(prefix, own, INTERNAL)
             for values in (own["_buffers"], own["_parameters"], own["_modules"]):
@@ -161,7 +148,3 @@ def is_below(name: str, names: Collection[str]) -> bool:
         (True, False)
     """
     return name in names or any(name.startswith(f"{one}.") for one in names)
-
-
-def _is_of(value: object, packages: tuple[str, ...]) -> bool:
-    return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)

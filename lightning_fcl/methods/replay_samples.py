@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import joined, number_of, some_of, window
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.generators import Generators
 from lightning_fcl.methods.client import Client, Step, is_labelled
 from lightning_fcl.methods.declaration import Declaration, ReplaySamples, ReplayTransform, overrides
-from lightning_fcl.methods.held_generators import seeded
-from lightning_fcl.randomness import Keys, global_seed, keys_of, numbers
+from lightning_fcl.randomness import Keys, global_seed, keys_of, numbers, seed_of, start_randomness
 
 ClientOf = Callable[[Declaration, ClientRound], Client]
 """Returns a client as a method sees it before the client trains in a round."""
@@ -171,7 +173,7 @@ def transformed(transform: ReplayTransform, samples: Any, seed: int, *key: str |
         named = transformed(_of_inputs(transform), {"x": x}, seed, *key)
         return [named["x"], *rest]
     rows = range(number_of(samples))
-    with seeded(transform, seed, "replay transform", *key), torch.no_grad():
+    with _seeded(transform, seed, "replay transform", *key), torch.no_grad():
         changed = [_checked(transform, {name: value[row] for name, value in samples.items()}) for row in rows]
     return {name: torch.stack([one[name] for one in changed]) for name in samples}
 
@@ -240,3 +242,12 @@ def write_samples(batch: Any, positions: Tensor, samples: Any) -> None:
     else:
         for value, new in zip(batch, samples, strict=True):
             write_samples(value, positions, new)
+
+
+@contextmanager
+def _seeded(transform: ReplayTransform, seed: int, *parts: str | int) -> Iterator[None]:
+    """Temporarily seed the global generators, and those that a transform holds, by the arguments alone."""
+    with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        start_randomness(seed, *parts)
+        with Generators().seeded({"": transform}, seed_of(seed, *parts)):
+            yield

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.reading_check import prepare_reading
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
@@ -30,6 +31,7 @@ from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
 from lightning_fcl.methods.experience import begins_experience, declared, lasting
 from lightning_fcl.methods.functional import trainable
+from lightning_fcl.methods.trial import first_rows
 from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
 
 if TYPE_CHECKING:
@@ -163,6 +165,8 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     federation.isolation = None
     federation.participation.seed = federation.seed
     check_stream(trainer, stream)
+    if (rows := first_rows(stream)) is not None:
+        prepare_reading(stream.samples, rows, stream.seed, warn=ranks.rank == 0)
     named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
     server.check_clients(stream.plan.clients, [*named, *federation.participation.named])
     federation.participation.check_rounds(stream.plan.rounds)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_fcl.contents import Names
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.data_module import TRANSFER_HOOKS, modules_of
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.local.contents import Names
 from lightning_fcl.local.outside import Carried, Outside, can_merge
 from lightning_fcl.local.search import Search
 from lightning_fcl.local.user_code import STEP_HOOKS, can_change_steps, functions_in, is_users, outward, reached

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.data.stream import ClientLoader
 from lightning_fcl.errors import one_of, refuse_other_lightning, warn_of_other_lightning
 from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules, State, check_state
 from lightning_fcl.federation.client_store import ClientStore

@@ -11,14 +11,20 @@ import lightning_fcl
 
 SPAWNS = """
 import multiprocessing
+import numpy as np
 import torch
 
+DRAWS = np.random.default_rng()
+
 class Noisy(torch.utils.data.Dataset):
+    R = np.random.RandomState()
+
     def __len__(self):
         return 20
 
     def __getitem__(self, index):
-        return torch.randn(4) + index, index % 2
+        own = float(self.R.normal() + DRAWS.normal())
+        return torch.randn(4) + own + index, index % 2
 
 def state(workers):
     import lightning.pytorch as L  # here: the processes that are spawned run this file, too

@@ -1,9 +1,11 @@
-"""What stands under names, and what is in containers, tensors and generators: noted, compared and put back."""
+"""Snapshots of attributes, containers, tensors and random generators: compare, restore, seed."""
 
 from __future__ import annotations
 
 import operator
 import random
+import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
@@ -14,6 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+
+CONSTANT = (
+    *(type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device),
+    *(types.BuiltinFunctionType, types.ModuleType),
+    *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
+)
+"""Types of values that hold no other object that can change."""
+
+LEFT_ALONE = (
+    *("lightning.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit.", "logging"),
+    *("threading", "_thread", "queue", "socket", "asyncio", "concurrent.", "_io", "tqdm.", "multiprocessing", "rich."),
+    *("matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard", "aim."),
+)
+"""Packages whose objects are never inspected: Lightning, metrics of a round, processes, files, loggers."""
 
 _GONE = object()
 
@@ -66,7 +82,7 @@ class Names:
 
 
 class Kind(NamedTuple):
-    """How to look at the content of some type, to copy what is seen, to compare two of these, and to write one."""
+    """How to read, write, compare and copy the content of a type; ``seed`` only for random generators."""
 
     of: type | tuple[type, ...]
     read: Callable[[Any], Any]
@@ -74,6 +90,7 @@ class Kind(NamedTuple):
     same: Callable[[Any, Any], bool] = operator.eq
     copy: Callable[[Any], Any] = lambda content: content
     can_change: Callable[[Any], bool] = lambda value: True
+    seed: Callable[[Any, int], object] | None = None
 
 
 @dataclass
@@ -180,18 +197,44 @@ _KINDS = (
         np.copy,
         lambda value: value.flags.writeable and not isinstance(value, np.memmap),
     ),
-    Kind(torch.Generator, torch.Generator.get_state, torch.Generator.set_state, torch.equal),
-    Kind(random.Random, random.Random.getstate, random.Random.setstate),
+    Kind(
+        torch.Generator,
+        torch.Generator.get_state,
+        torch.Generator.set_state,
+        torch.equal,
+        seed=torch.Generator.manual_seed,
+    ),
+    Kind(
+        random.Random,
+        random.Random.getstate,
+        random.Random.setstate,
+        can_change=lambda value: not isinstance(value, random.SystemRandom),
+        seed=random.Random.seed,
+    ),
     Kind(
         np.random.Generator,
         lambda value: value.bit_generator.state,
         lambda value, state: setattr(value.bit_generator, "state", state),
         _same_text,
+        seed=lambda value, seed: setattr(value.bit_generator, "state", type(value.bit_generator)(seed).state),
     ),
-    Kind(np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state, _same_text),
+    Kind(
+        np.random.RandomState,
+        partial(np.random.RandomState.get_state, legacy=False),
+        np.random.RandomState.set_state,
+        _same_text,
+        seed=lambda value, seed: value.set_state(
+            getattr(np.random, value.get_state(legacy=False)["bit_generator"])(seed).state
+        ),
+    ),
 )
 
 
 def kind_of(value: object) -> Kind | None:
-    """How to look at the content of something; None: it has none, or none that can be looked at."""
+    """Return how to inspect the content of a value, or None if it has no content that can be inspected."""
     return next((kind for kind in _KINDS if isinstance(value, kind.of)), None)
+
+
+def is_of(value: object, packages: tuple[str, ...]) -> bool:
+    """Return whether a value's class, or one of its base classes, belongs to some packages."""
+    return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)

@@ -1,0 +1,53 @@
+"""The training data of all clients as one loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning_fcl.data.batches import Request
+from lightning_fcl.data.client_round import current_round
+from lightning_fcl.data.reading_check import prepare_reading
+
+if TYPE_CHECKING:
+    from lightning_fcl.data.stream import FederatedStream
+
+
+class ClientLoader:
+    """The training data of all clients, which a `FederatedStrategy` replaces by the batches of each round.
+
+    In a plain Trainer a stream of one client can be iterated as it is: an epoch is a round.
+    """
+
+    def __init__(self, stream: FederatedStream) -> None:
+        self.stream = stream
+        self._began = False
+
+    def __len__(self) -> int:
+        if self.stream.count_batches is None:
+            raise TypeError(
+                'Expected a Trainer with `strategy="federated"` that fits to count the batches of a client in a round '
+                "but there is none."
+            )
+        return self.stream.count_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        stream, plan, trainer = self.stream, self.stream.plan, self.stream.trainer
+        if len(plan.clients) != 1 or trainer is None:
+            raise ValueError(
+                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients but got a '
+                "plain one, which trains a single client."
+            )
+        client, round = plan.clients[0], current_round(trainer)
+        if round >= plan.rounds and trainer.max_epochs == plan.rounds:
+            return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
+        if round >= plan.rounds:
+            raise ValueError(
+                f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}."
+            )
+        if not self._began:
+            prepare_reading(stream.samples, plan.train[round][client], stream.seed)
+            self._began = True
+        batches = stream.batch_rows(client, round)
+        requests = (Request.of(rows, stream.seed, client, round, 0, step) for step, rows in enumerate(batches))
+        yield from stream.read(requests) if stream.samples.draws else (stream.take(one.rows) for one in requests)

@@ -1,0 +1,91 @@
+"""Random generators of a data set's own code: found, seeded for each read, and restored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_fcl.contents import Kind, kind_of
+from lightning_fcl.data.reachable import reachable
+from lightning_fcl.randomness import seed_of
+
+# The global generators, which a read seeds and restores by itself.
+_GLOBAL: tuple[object, ...] = (np.random.get_state.__self__, random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
+
+
+class _Found(NamedTuple):
+    path: str
+    generator: Any
+    kind: Kind
+
+
+class Generators:
+    """The random generators that data sets and `collate_fn` hold, found once and seeded for each read.
+
+    Generators of NumPy, Python and torch are found in attributes, containers, closures, class attributes and the
+    globals that the code uses. A copy in another process finds its own.
+
+    Example:
+        >>> transform = {"noise": np.random.default_rng(7)}
+        >>> generators = Generators()
+        >>> with generators.seeded({"": transform}, seed=0):
+        ...     drawn = transform["noise"].integers(1000)
+        >>> with generators.seeded({"": transform}, seed=0):
+        ...     bool(transform["noise"].integers(1000) == drawn)
+        True
+        >>> bool(transform["noise"].integers(1000) == np.random.default_rng(7).integers(1000))
+        True
+    """
+
+    def __init__(self) -> None:
+        # By the id of an object, which is kept so that no other object gets the id.
+        self._found: dict[int, tuple[object, list[_Found]]] = {}
+
+    def __reduce__(self) -> tuple[type[Generators], tuple[()]]:
+        return Generators, ()
+
+    def of(self, root: object) -> list[_Found]:
+        """Return the generators that an object can reach."""
+        if id(root) not in self._found:
+            self._found[id(root)] = root, list(_generators_in(root))
+        return self._found[id(root)][1]
+
+    @contextmanager
+    def seeded(self, roots: Mapping[str, object], seed: int) -> Iterator[None]:
+        """Temporarily seed each generator that some objects can reach by the seed and its path.
+
+        Args:
+            roots: The objects by the first part of the paths.
+            seed: Seed of the read.
+        """
+        generators: dict[int, tuple[str, _Found]] = {}
+        for name, root in roots.items():
+            for found in self.of(root):
+                generators.setdefault(id(found.generator), (name, found))
+        before = [(found, found.kind.read(found.generator)) for _, found in generators.values()]
+        try:
+            for name, found in generators.values():
+                assert found.kind.seed is not None
+                found.kind.seed(found.generator, seed_of(seed, name, found.path))
+            yield
+        finally:
+            for found, state in before:
+                found.kind.write(found.generator, state)
+
+    def forget(self) -> None:
+        """Find generators anew at the next read."""
+        self._found.clear()
+
+
+def _generators_in(root: object) -> Iterator[_Found]:
+    for path, value, _ in reachable({"": root}):
+        kind = kind_of(value)
+        if kind is None or kind.seed is None or not kind.can_change(value):
+            continue
+        if all(value is not generator for generator in _GLOBAL):
+            yield _Found(path, value, kind)

@@ -1,0 +1,183 @@
+"""The objects that a data set's code can reach: attributes, containers, closures, class attributes and globals."""
+
+from __future__ import annotations
+
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import lightning.pytorch as L
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_fcl.contents import CONSTANT, LEFT_ALONE, is_of
+
+_SIMPLE = (*CONSTANT, Tensor, np.ndarray, np.generic)
+_CONTAINERS = (dict, list, tuple, deque)
+_LEFT_ALONE = (*LEFT_ALONE, "lightning_fcl.", "PIL.", "pandas.", "pyarrow.", "h5py.")
+# Packages whose classes and functions are known: no state of a user is behind their class attributes and globals.
+_KNOWN = ("numpy.", "torch.", "torchvision.", *_LEFT_ALONE)
+_STANDARD = frozenset({"builtins", "abc", "typing", "collections", "functools", "enum", "dataclasses"})
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+class Reachable(NamedTuple):
+    """An object that code can reach.
+
+    Args:
+        path: How it is reached from the first object, as in ``transform.transforms[0].rng``.
+        value: The object.
+        held: Returns the values that it holds, by their paths; one dict of attributes, items or variables.
+    """
+
+    path: str
+    value: Any
+    held: Callable[[], dict[str, Any]]
+
+
+def reachable(roots: Mapping[str, object]) -> Iterator[Reachable]:
+    """Yield each object that some objects can reach, once, nearest first.
+
+    The order and the paths are the same in each process. Tensors, arrays and values without attributes are yielded as
+    well. Long containers that hold nothing else are not entered.
+
+    Args:
+        roots: The first objects by the first part of their paths, which may be empty.
+    """
+    todo = deque(roots.items())
+    seen: set[int] = set()
+    while todo:
+        path, value = todo.popleft()
+        if id(value) in seen or isinstance(value, CONSTANT):
+            continue
+        seen.add(id(value))
+        found = Reachable(path, value, _held_by(path, value))
+        yield found
+        todo.extend(found.held().items())
+
+
+def _held_by(path: str, value: Any) -> Callable[[], dict[str, Any]]:
+    if isinstance(value, _SIMPLE):
+        return dict
+    if isinstance(value, types.FunctionType):
+        return lambda: _of_function(path, value)
+    if isinstance(value, types.MethodType):
+        return lambda: {f"{path}.__func__": value.__func__, f"{path}.__self__": value.__self__}
+    if isinstance(value, partial):
+        return lambda: {f"{path}.func": value.func, f"{path}.args": value.args, f"{path}.keywords": value.keywords}
+    if isinstance(value, _CONTAINERS):
+        items = dict if _is_simple(value) else partial(_items_of, path, value)
+        return (lambda: {**items(), **_of_object(path, value)}) if hasattr(value, "__dict__") else items
+    return partial(_of_object, path, value) if _is_looked_into(value) else dict
+
+
+def _items_of(path: str, container: Any) -> dict[str, Any]:
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    return {f"{path}[{key!r}]": item for key, item in pairs}
+
+
+def _is_looked_into(value: object) -> bool:
+    """Return whether an object's attributes are part of the walk."""
+    if isinstance(value, Dataset):
+        return True
+    if isinstance(value, L.LightningDataModule | L.LightningModule):  # `collate_fn` may be one of its methods
+        return not type(value).__module__.startswith("lightning_fcl.")
+    return not is_of(value, _LEFT_ALONE)
+
+
+def _of_object(path: str, value: object) -> dict[str, Any]:
+    prefix, own = f"{path}." if path else "", getattr(value, "__dict__", None)
+    names = dict(own) if isinstance(own, dict) else {}
+    for name in _slots(type(value)):
+        if hasattr(value, name):
+            names[name] = getattr(value, name)
+    return {**{f"{prefix}{name}": item for name, item in names.items()}, **_of_classes(type(value))}
+
+
+def _is_known(module: str) -> bool:
+    return module in _STANDARD or module.startswith(_KNOWN)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the attributes that a class and its base classes keep in slots."""
+    declared = (vars(base).get("__slots__", ()) for base in kind.__mro__ if not _is_known(base.__module__))
+    names = chain.from_iterable([own] if isinstance(own, str) else own for own in declared)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _of_classes(kind: type) -> dict[str, Any]:
+    """Return attributes and methods of a class and its base classes, by the name of the class, not of the object."""
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if _is_known(base.__module__):
+            continue
+        for name, item in vars(base).items():
+            function = _function_of(item)
+            if function is not None or not name.startswith("__"):
+                found[f"{base.__qualname__}.{name}"] = item if function is None else function
+    return found
+
+
+def _function_of(item: object) -> types.FunctionType | None:
+    if isinstance(item, staticmethod | classmethod):
+        item = item.__func__
+    elif isinstance(item, property):
+        item = item.fget
+    return item if isinstance(item, types.FunctionType) else None
+
+
+def _of_function(path: str, function: types.FunctionType) -> dict[str, Any]:
+    """Return the variables that a function uses: of closures, defaults, and globals of code that is not installed."""
+    if _is_known(function.__module__ or ""):
+        return {}
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[f"{path}.{name}"] = cell.cell_contents
+        except ValueError:  # the variable has no value yet
+            continue
+    found |= {f"{path}.__defaults__": function.__defaults__, f"{path}.__kwdefaults__": function.__kwdefaults__}
+    found |= {f"{path}.{name}": value for name, value in vars(function).items()}
+    if _is_installed(function.__code__.co_filename):
+        return found
+    module = (function.__module__ or "").replace("__mp_main__", "__main__")  # the main script in a spawned process
+    variables = function.__globals__
+    return found | {f"{module}.{name}": variables[name] for name in _names_in(function.__code__) if name in variables}
+
+
+@lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    return file.startswith(_STANDARD_LIBRARY) or "site-packages" in file or "dist-packages" in file
+
+
+@lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals that code may use, functions defined in it included."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return tuple(dict.fromkeys(chain(code.co_names, *inner)))
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _is_simple(container: Any) -> bool:
+    """Return whether a container holds constants, tensors and arrays only, also in tuples, lists and dicts."""
+    containers = [container]
+    for _ in range(4):
+        kinds = set[type]()
+        for value in containers:
+            kinds.update(map(type, _values(value)))
+        nested = kinds & {tuple, list, dict}
+        if not all(issubclass(kind, _SIMPLE) for kind in kinds - nested):
+            return False
+        if not nested:
+            return True
+        containers = [item for value in containers for item in _values(value) if type(item) in nested]
+    return False

@@ -1,0 +1,140 @@
+"""A check that reading a sample leaves no state behind that later samples depend on."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_fcl.contents import Content, Names, kind_of
+from lightning_fcl.data.batches import Request
+from lightning_fcl.data.reachable import Reachable, reachable
+from lightning_fcl.data.samples import Samples
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.errors import quoted
+
+log = logging.getLogger(__name__)
+
+_SMALL = 2**20  # bytes of a tensor or an array whose content is compared
+
+
+def prepare_reading(samples: Samples, rows: IntArray, seed: int, warn: bool = True) -> None:
+    """Before a fit, forget the generators that were found in another one, and warn of state that reads change.
+
+    Args:
+        samples: The samples of a stream.
+        rows: Samples to train on. The first is read twice.
+        seed: Seed of both reads.
+        warn: Whether this process warns.
+    """
+    samples.generators.forget()
+    if warn and samples.draws and len(rows):
+        _warn_of_changes(samples, rows, seed)
+
+
+def _warn_of_changes(samples: Samples, rows: IntArray, seed: int) -> None:
+    request = Request(rows[:1], seed, ("check",))
+    roots = samples.readers(request.rows, "train")
+    data = roots.pop("0")
+    try:
+        changed, same = changes_of(lambda: request.read(samples.take), {"": data, **roots})
+    except Exception:  # such as a `collate_fn` for several samples; training raises all others
+        log.debug("Could not check whether reading a sample changes the data set.", exc_info=True)
+        return
+    who = type(data).__name__
+    if changed:
+        log.warning(
+            "Reading a sample of `%s` changes %s, which is not restored. If samples depend on it, results depend on "
+            "`num_workers` and on the clients that trained before. Compute it from the index in `__getitem__`, or draw "
+            "it from a random generator that is an attribute: `self.rng = np.random.default_rng(0)` in `__init__`.",
+            who,
+            quoted(changed),
+        )
+    elif not same:
+        log.warning(
+            "Reading a sample of `%s` twice with the same random numbers gives different samples. Results depend on "
+            "`num_workers` and on the clients that trained before. Draw from torch, numpy or random, or from a random "
+            "generator that is an attribute: `self.rng = np.random.default_rng(0)` in `__init__`.",
+            who,
+        )
+
+
+def changes_of(read: Callable[[], Any], roots: Mapping[str, object]) -> tuple[list[str], bool]:
+    """Read a sample twice with the same random numbers and compare.
+
+    Attributes and containers are restored, except for slots, class attributes and variables of functions. Changes of
+    the first read alone, such as caches and opened files, do not count.
+
+    Args:
+        read: Reads the sample.
+        roots: The objects whose code reads it, by the first part of the paths.
+
+    Returns:
+        The paths of all that the second read has changed, and whether both samples are equal.
+    """
+    first = _Snapshot(roots)
+    try:
+        one = read()
+        second = _Snapshot(roots)
+        try:
+            other = read()
+            return second.changed(), _is_same(one, other)
+        finally:
+            second.restore()
+    finally:
+        first.restore()
+
+
+class _Snapshot:
+    """What some objects hold, by their paths."""
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        self._parts: list[Names | Content] = []
+        self._held: list[tuple[Reachable, dict[str, Any]]] = []
+        for found in reachable(roots):
+            value, kind, own = found.value, kind_of(found.value), getattr(found.value, "__dict__", None)
+            held = found.held()
+            self._held.append((found, held))
+            if held and isinstance(own, dict):
+                self._parts.append(Names("", own, frozenset(), dict(own), attributes=True))
+            if kind is not None and kind.can_change(value) and getattr(value, "nbytes", 0) <= _SMALL:
+                self._parts.append(Content(found.path, value, kind, kind.copy(kind.read(value))))
+
+    def changed(self) -> list[str]:
+        """Return the paths of what is no longer equal, attributes and items before what holds them."""
+        names: list[str] = []
+        for found, held in self._held:
+            now = found.held()
+            names += [path for path in {**held, **now} if not _is_same(held.get(path), now.get(path))]
+        contents = [part for part in self._parts if isinstance(part, Content)]
+        names += [part.name for part in contents if not _is_same(part.saved, part.kind.read(part.value))]
+        return list(dict.fromkeys(names))
+
+    def restore(self) -> None:
+        for part in self._parts:
+            for change in part.changes():
+                change.undo()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; objects whose content is unknown are, if their types are."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_is_same, one.values(), other.values()))
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype is other.dtype and (
+            torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
+    kind = kind_of(one)
+    if kind is not None:
+        return kind.same(kind.read(one), kind.read(other)) if kind.can_change(one) else True
+    return bool(one == other) if isinstance(one, bool | int | float | complex | str | bytes | np.generic) else True
