@@ -321,8 +321,7 @@ class FederatedServer:
         """Refuse weights, or other settings that name clients, which do not fit the stream's clients."""
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
         check_clients("names", {*named, *(weights or ())}, known)
-        without = [client for client in known if weights is not None and not weights.get(client, 0) > 0]
-        if without:
+        if without := [client for client in known if weights is not None and not weights.get(client, 0) > 0]:
             raise ValueError(
                 f"Expected `client_weights` to give each client a positive weight but it gives none to "
                 f"{listed(without)}."
@@ -347,6 +346,5 @@ class FederatedServer:
         self.accepted = {str(client): int(round) for client, round in state.get("accepted", {}).items()}
         self.sent_once.received = dict(state.get("sent_once", {}))
         self._restored = state["server_optimizer"]
-        kept = state.get("untouched")
-        self._untouched = kept if isinstance(kept, list) else None
+        self._untouched = kept if isinstance(kept := state.get("untouched"), list) else None
         self._server_optimizer = None

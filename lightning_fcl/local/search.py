@@ -11,7 +11,7 @@ import lightning.pytorch as L
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fcl.contents import CONSTANT, LEFT_ALONE, Change, Content, Kind, Names, kind_of
+from lightning_fcl.contents import CONSTANT, LEFT_ALONE, Change, Content, Kind, Names, is_of, kind_of
 
 INTERNAL = frozenset(vars(L.LightningModule()))
 """Attributes of a module that Lightning and torch set."""

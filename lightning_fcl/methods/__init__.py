@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.client import Step as Step
     from lightning_fcl.methods.client import remember as remember
     from lightning_fcl.methods.client import section as section
-    from lightning_fcl.methods.declaration import Needs as Needs
     from lightning_fcl.methods.distillation import MOON as MOON
     from lightning_fcl.methods.distillation import FedNTD as FedNTD
     from lightning_fcl.methods.distillation import FLwF as FLwF
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.importance import SI as SI
     from lightning_fcl.methods.lvt import LVTMethod as LVTMethod
     from lightning_fcl.methods.method import Method as Method
+    from lightning_fcl.methods.needs import Needs as Needs
     from lightning_fcl.methods.personal import APFL as APFL
     from lightning_fcl.methods.personal import Ditto as Ditto
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity as IntrinsicPlasticity

@@ -22,10 +22,11 @@ from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.federation.reductions import Changes
 from lightning_fcl.methods.client import Client, Server, Step, remember, section, zeros
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Needs, overriding
+from lightning_fcl.methods.declaration import overriding
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 
 
 def reductions_in_use(module: L.LightningModule) -> dict[str, Reduction]:

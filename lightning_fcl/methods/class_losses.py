@@ -18,8 +18,8 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
 from lightning_fcl.federation.reductions import Changes
 from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method, class_mask, for_output, masked, padded, true_class, with_classes
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SumOfSome
 
 

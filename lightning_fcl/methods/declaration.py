@@ -18,6 +18,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, Server, Step
 from lightning_fcl.methods.functional import GradientOf
+from lightning_fcl.methods.needs import Needs
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
@@ -29,40 +30,6 @@ ReplaySamples = tuple[Tensor, Tensor] | Mapping[str, Tensor]
 
 ReplayTransform = Callable[[Any], Any]
 """A function from one replay sample to another."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a method cannot work without.
-
-    Args:
-        labels: Batches are pairs ``[x, y]``.
-        dicts: They may also be dicts of tensors, in a federation.
-        logits: The module's output are logits of classes.
-        loss: The module states the loss of samples apart from its training step.
-        samples: `Method.end_round`, `Method.contribute` and those of an experience look at the round's samples.
-        numbers: They look at the samples' numbers, `Client.history`, alone.
-        features: The server uses clients' features or layer inputs. Frozen layers, such as batch normalization with
-            frozen parameters, then stay in evaluation mode, so that all clients have the features of the server's body.
-        federation: Why a plain Trainer does not do, to be read after "got a plain one:"; empty: it does.
-        head: Entries that match the method's argument ``head`` stay with the clients, in a federation.
-        uniform: All clients weigh alike in the federation's means.
-
-    Example:
-        >>> Needs(labels=True, federation="it has no clients").samples
-        False
-    """
-
-    labels: bool = False
-    dicts: bool = False
-    logits: bool = False
-    loss: bool = False
-    samples: bool = False
-    numbers: bool = False
-    features: bool = False
-    federation: str = ""
-    head: bool = False
-    uniform: bool = False
 
 
 @dataclass(eq=False, init=False)

@@ -15,9 +15,9 @@ from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step, remember, section
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method, for_output, masked, true_class, with_classes
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.teachers import Once, models_before, present_experiences, with_teacher, without_teacher
 
 

@@ -27,9 +27,9 @@ from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import check_compatible, check_needs, compose, methods_of, predicting
-from lightning_fcl.methods.declaration import Declaration, Pattern, matches, overrides, shapes_loss
+from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.experience import declared, lasting, noted, receive
-from lightning_fcl.methods.frozen_layers import FrozenLayers
+from lightning_fcl.methods.frozen_layers import Freezer, FrozenLayers
 from lightning_fcl.methods.functional import (
     features_of,
     gradient_of,
@@ -45,34 +45,6 @@ from lightning_fcl.methods.trial import first_rows, why_no_logits, why_not_logit
 from lightning_fcl.randomness import keys_of
 
 log = logging.getLogger(__name__)
-
-
-class Freezer:
-    """Lets a part of a module learn: the rest gets no gradient, and its layers keep their statistics."""
-
-    def __init__(self) -> None:
-        self._part: Pattern | None = None
-        self._trainable: set[str] = set()
-        self._resting: list[nn.Module] = []  # layers that were in training mode
-
-    def train(self, module: nn.Module, part: Pattern | None) -> None:
-        """Let a part learn, or all of what learnt before the first part did alone."""
-        if part == self._part:
-            return
-        if self._part is None:
-            self._trainable = {*trainable(module)}
-        self._part = part
-        for name, parameter in module.named_parameters():
-            if name in self._trainable:
-                parameter.requires_grad_(part is None or matches(name, part))
-        for layer in self._resting:
-            layer.training = True
-        self._resting = []
-        for place, layer in module.named_modules():
-            buffers = [name for name, _ in layer.named_buffers(place, recurse=False)]  # statistics of what it sees
-            if place and part and layer.training and buffers and not any(matches(name, part) for name in buffers):
-                self._resting.append(layer)
-                layer.training = False
 
 
 class MethodDriver(Callback):

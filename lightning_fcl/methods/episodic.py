@@ -16,9 +16,9 @@ from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import agem, project
 
 log = logging.getLogger(__name__)

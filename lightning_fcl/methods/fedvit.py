@@ -19,10 +19,11 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory, own_entries
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.declaration import Needs, Pattern
+from lightning_fcl.methods.declaration import Pattern
 from lightning_fcl.methods.episodic import add_to_task, finite_pairs, past_numbers
 from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along, trainable
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
 from lightning_fcl.randomness import keys_of, start_randomness
 

@@ -21,8 +21,8 @@ from lightning_fcl.federation.reductions import sparse_bytes
 from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.decomposed import Decomposed, prune
 from lightning_fcl.tasks.classification import Classifier

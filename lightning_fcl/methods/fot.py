@@ -14,9 +14,9 @@ from lightning_fcl.errors import argument, share
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.methods.averaging import MovesServer
 from lightning_fcl.methods.client import Client, Server, section, zeros
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.layer_inputs import averaged_layers, layer_inputs, weight_matrix, weights_of
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SumOfSome
 
 

@@ -1,4 +1,4 @@
-"""Frozen layers with statistics, such as batch normalization, that stay in evaluation mode during local training."""
+"""Parts of a module that do not learn: parts that a method freezes, and frozen layers with statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from lightning_fcl.errors import quoted
-from lightning_fcl.methods.functional import head_of
+from lightning_fcl.methods.declaration import Pattern, matches
+from lightning_fcl.methods.functional import head_of, trainable
 
 log = logging.getLogger(__name__)
 
@@ -68,3 +69,31 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             learn = [p.requires_grad for p in parts[around].parameters() if id(p) not in beside]
         if not any(learn):
             yield name, layer
+
+
+class Freezer:
+    """Lets a part of a module learn: the rest gets no gradient, and its layers keep their statistics."""
+
+    def __init__(self) -> None:
+        self._part: Pattern | None = None
+        self._trainable: set[str] = set()
+        self._resting: list[nn.Module] = []  # layers that were in training mode
+
+    def train(self, module: nn.Module, part: Pattern | None) -> None:
+        """Let a part learn, or all of what learnt before the first part did alone."""
+        if part == self._part:
+            return
+        if self._part is None:
+            self._trainable = {*trainable(module)}
+        self._part = part
+        for name, parameter in module.named_parameters():
+            if name in self._trainable:
+                parameter.requires_grad_(part is None or matches(name, part))
+        for layer in self._resting:
+            layer.training = True
+        self._resting = []
+        for place, layer in module.named_modules():
+            buffers = [name for name, _ in layer.named_buffers(place, recurse=False)]  # statistics of what it sees
+            if place and part and layer.training and buffers and not any(matches(name, part) for name in buffers):
+                self._resting.append(layer)
+                layer.training = False

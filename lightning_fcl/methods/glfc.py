@@ -19,10 +19,10 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, filled_rows
 from lightning_fcl.methods.client import Client, Server, Step, remember, section
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import as_input, embeddings, entries_in, evaluating, predictions
 from lightning_fcl.methods.method import Method, class_mask, for_output, sample_size, true_class
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.teachers import (
     Once,
     has_old_classes,

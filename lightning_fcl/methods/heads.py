@@ -16,10 +16,10 @@ from lightning_fcl.errors import above, argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Server, remember, section
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import embeddings, head_of
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SumOfSome, class_sums, no_sums
 from lightning_fcl.models.ridge import accumulate, packed, solve, square
 

@@ -16,9 +16,9 @@ from lightning_fcl.errors import above, argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step, remember, section, zeros
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import states_loss, stepped_by, trainable
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.sample_gradients import mean_over_samples
 
 _SCALE = "scale"  # the entry of a memory that the importance is multiplied by

@@ -15,13 +15,14 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import MasksLogits
 from lightning_fcl.methods.client import Client, Step, remember, section
-from lightning_fcl.methods.declaration import Needs, matches
+from lightning_fcl.methods.declaration import matches
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import add_to_task, finite_pairs
 from lightning_fcl.methods.fedvit import lowest_loss
 from lightning_fcl.methods.functional import predictions, states_loss, trainable
 from lightning_fcl.methods.importance import summed
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.sample_gradients import mean_over_samples
 
 

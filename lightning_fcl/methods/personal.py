@@ -23,9 +23,9 @@ from lightning_fcl.federation.optimizers import (
     with_parameters,
 )
 from lightning_fcl.methods.client import Client, remember, section
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.functional import gradient_of, step_along, stepped_by, trainable
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import flatten
 
 

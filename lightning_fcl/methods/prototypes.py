@@ -19,11 +19,12 @@ from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import Accumulator, SparseMean, Sum
 from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.declaration import Clients, Needs
+from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.distillation import LwF
 from lightning_fcl.methods.episodic import finite_pairs, remembered_pairs
 from lightning_fcl.methods.functional import Embedding, embeddings
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 
 _TIE = 1e-5  # distances between vectors of length 1 that are alike
 

@@ -18,10 +18,11 @@ from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, Step, remember, section, zeros
-from lightning_fcl.methods.declaration import Needs, ReplaySamples
+from lightning_fcl.methods.declaration import ReplaySamples
 from lightning_fcl.methods.episodic import finite_pairs, remembered_pairs
 from lightning_fcl.methods.functional import embeddings, predictions, states_loss, trainable
 from lightning_fcl.methods.method import Method, class_mask, for_output
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.methods.sample_gradients import gradients_of_samples, over_samples, squared_norms
 from lightning_fcl.randomness import seed_of

@@ -23,11 +23,13 @@ from lightning_fcl.errors import argument, one_of, require
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.buffer_data import Agent, Items
 from lightning_fcl.methods.client import Client, is_labelled
-from lightning_fcl.methods.declaration import Needs, ReplaySamples, ReplayTransform
+from lightning_fcl.methods.declaration import ReplaySamples, ReplayTransform
 from lightning_fcl.methods.episodic import knows_task, memory_size, with_task, without_task
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay_samples import check_transform
 from lightning_fcl.methods.trial import first_rows
 from lightning_fcl.randomness import seed_of
@@ -259,7 +261,7 @@ class Replay(Method):
             from avalanche.training import storage_policy as policies
 
         def part(indices: Tensor) -> Any:
-            items = _Items(sample, indices, labels)
+            items = Items(sample, indices, labels)
             told = [utils.DataAttribute(items.targets, "targets")]
             told.append(utils.DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
             return utils.TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
@@ -328,34 +330,3 @@ def _entries(data: Batch) -> Memory:
 
 def _are_classes(y: Tensor | None) -> bool:
     return y is not None and y.dim() == 1 and not y.is_floating_point()
-
-
-class _Items:
-    """A data set for Avalanche: samples, their labels, and where they are."""
-
-    def __init__(self, sample: Callable[[int], Any], indices: Tensor, labels: Tensor) -> None:
-        self.sample = sample
-        self.indices = indices.tolist()
-        self.targets = [int(label) for label in labels[indices]]
-
-    def __getitem__(self, item: int) -> tuple[Any, int, int]:
-        return self.sample(self.indices[item]), self.targets[item], self.indices[item]
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-
-class Agent(SimpleNamespace):
-    """What a selection strategy may ask of Avalanche's training loop: here there is none."""
-
-    def __init__(self, buffer: ExemplarsBuffer | None, model: torch.nn.Module | None, experience: int) -> None:
-        device = next(model.parameters()).device if model is not None else torch.device("cpu")
-        clock = SimpleNamespace(train_exp_counter=experience - 1)  # Avalanche adds one
-        asks = type(vars(buffer).get("selection_strategy", buffer)).__name__ if buffer is not None else ""
-        super().__init__(asks=asks, model=model, device=device, eval_mb_size=256, clock=clock)
-
-    def __getattr__(self, name: str) -> Any:
-        raise TypeError(
-            f"Expected a selection strategy that asks for the model and its device but `{self.asks}` asks for "
-            f"`{name}`, which only Avalanche's own training loop has. Use another."
-        )

@@ -17,10 +17,11 @@ from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.client import Client, Server, Step
-from lightning_fcl.methods.declaration import Needs, ReplaySamples
+from lightning_fcl.methods.declaration import ReplaySamples
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import evaluating, predictions
 from lightning_fcl.methods.method import Method, class_mask, for_output, masked, sample_size, with_classes
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.models.generator import Generator, statistics_layers, with_statistics_distance
 

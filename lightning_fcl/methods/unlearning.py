@@ -16,8 +16,8 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.ranks import share_by_client
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.declaration import Needs
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.tasks.ridge_task import RidgeTask
 
 _TAG = "readout.tag"

@@ -21,13 +21,15 @@ from lightning_fcl.federation.client_store import (
     has_result,
     own_entries,
     trained_rounds,
+    with_progress,
 )
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
 from lightning_fcl.methods.experience import noted
 
 if TYPE_CHECKING:
+    from lightning_fcl.simulation.cohort import Cohort
     from lightning_fcl.simulation.federation import Federation
 
 
@@ -201,3 +203,69 @@ def finish_stopped(federation: Federation, rounds: int) -> None:
             own = {**entries(federation.module), **own_entries(kept, device)}
             if (found := finish_experience(federation, part, kept, own)) is not None:
                 store[client] = found
+
+
+class ExperienceEnds:
+    """What the clients of a round keep and upload, as their experience may end with the round.
+
+    Args:
+        federation: The federation.
+        looks_ahead: Whether a result is left to the client's next round if that is sure to come.
+    """
+
+    def __init__(self, federation: Federation, looks_ahead: bool) -> None:
+        self._federation, self._looks_ahead = federation, looks_ahead
+        self._shares: dict[tuple[str, str], Memory] = {}  # by client and method: see `share_of`
+
+    def share(self, cohort: Cohort, method: Declaration, row: int, client: Client, state: State) -> State:
+        """Return what a client uploads to the sums of its experience."""
+        federation, part = self._federation, cohort.clients[row]
+        rounds = federation.stream.plan.rounds  # the same for a fit that ends earlier and is resumed
+        if returns(federation.stream, federation.participation, part, rounds, accumulates=True):
+            return {}
+        earlier = federation.kept_at(part, cohort.kept[row]).get(method.section + SENT, {})
+        found = share_of(method, client, state, cohort.data(method, row), earlier)
+        if found is None:
+            return {}
+        if next_round(federation.stream, part, rounds) is not None:
+            self._shares[part.client, method.section] = found[1]
+        return found[0]
+
+    def sections(
+        self, cohort: Cohort, method: Declaration, row: int, memory: Memory, state: State, missed: bool
+    ) -> ClientState:
+        """Return the sections that a client keeps for a method after its local training."""
+        client, data, part = cohort.ended(method, row, memory), cohort.data(method, row), cohort.clients[row]
+        client.missed, client.may_end = missed, not self._returns(part, method.accumulates)
+        memory, result = noted(method, client, method.end_round(client, state, data)), None
+        before = self._federation.kept_at(part, cohort.kept[row])
+        if overrides(method, "end_experience") and client.may_end:
+            client.memory = memory
+            earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
+            result = result_of(method, client, state, data, earlier)
+        share = self._shares.pop((part.client, method.section), None)
+        return sections_of(method, memory, result, share, before)
+
+    def _returns(self, part: ClientRound, accumulates: bool) -> bool:
+        """Return whether the client's next round is sure to replace a result for the experience."""
+        federation = self._federation
+        rounds = federation.module.trainer.max_epochs or 0
+        return self._looks_ahead and returns(federation.stream, federation.participation, part, rounds, accumulates)
+
+    def note_progress(self, cohort: Cohort, row: int, kept: ClientState) -> None:
+        """Note in a client's new state that it has trained in the round, if a method needs to know."""
+        part, methods = cohort.clients[row], self._federation.methods
+        if any(map(tracks_rounds, methods)):
+            kept[PROGRESS] = with_progress(cohort.kept[row], part.round, part.experience)
+            for method in methods:
+                if method.section + WITHIN in kept:
+                    note_result(kept, method)
+
+    def keep_dropped(self, cohort: Cohort, row: int) -> None:
+        """Let a client whose upload is dropped keep the experience, if a result was left to this round."""
+        federation, part = self._federation, cohort.clients[row]
+        rounds = federation.module.trainer.max_epochs or 0
+        if self._looks_ahead and next_round(federation.stream, part, rounds) is None:
+            found = finish_experience(federation, part, cohort.kept[row], cohort.received[row])
+            if found is not None:
+                federation.server.store[part.client] = found

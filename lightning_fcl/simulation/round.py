@@ -15,7 +15,7 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import Reduction, State, load_entries
-from lightning_fcl.federation.client_store import PROGRESS, SENT, WITHIN, ClientState, Memory, has_result, with_progress
+from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import ListensToClients, LooksAtClients
@@ -25,20 +25,11 @@ from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
-from lightning_fcl.methods.experience import noted, receive
+from lightning_fcl.methods.experience import receive
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
-from lightning_fcl.simulation.experience import (
-    finish_experience,
-    history_of,
-    next_round,
-    note_result,
-    result_of,
-    returns,
-    sections_of,
-    share_of,
-)
+from lightning_fcl.simulation.experience import ExperienceEnds, history_of
 from lightning_fcl.simulation.federation import Federation, extra_of, forget_experiences
 from lightning_fcl.simulation.isolation import isolation_of
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
@@ -75,8 +66,7 @@ class Round:
         before = federation.strategy.round
         self.loose: LooseState | None = before.loose if before is not None else None
         self.steps_before = 0  # the Trainer's, when the round began
-        self._work, self._looks_ahead = work, looks_ahead
-        self._shares: dict[tuple[str, str], Memory] = {}  # by client and method: see `share_of`
+        self._work, self._ends = work, ExperienceEnds(federation, looks_ahead)
         self._listeners: list[ListensToClients] = []
         self._watched = False  # whether one of them looks at clients' states
         self._read: Iterator[Any] | None = None  # what comes for the cohorts' requests; None: samples are in memory
@@ -216,7 +206,7 @@ class Round:
             return  # nothing stays with the clients, and nobody listens
         for row, client in enumerate(clients):
             if not arrived[row]:
-                self._keep_dropped(cohort, row)
+                self._ends.keep_dropped(cohort, row)
                 continue
             if keeping:
                 self._end_client(cohort, trained, row, missed[row])
@@ -253,7 +243,7 @@ class Round:
                 own = _lasting(trained.state(row), client.server, reductions)
                 given = method.contribute(client, own, cohort.data(method, row))
                 if overrides(method, "contribute_experience"):
-                    given = {**given, **self._share(cohort, method, row, client, own)}
+                    given = {**given, **self._ends.share(cohort, method, row, client, own)}
                 if given:
                     rows[row] = {n: v.to(federation.module.device) for n, v in {**nothing, **given}.items()}
             sent |= {f"{method.section}.{n}": value for n, value in stack(rows).items()}
@@ -265,58 +255,11 @@ class Round:
         kept: ClientState = {}
         for method, memory in zip(self.federation.methods, trained.memories[row], strict=True):
             if remembers(method, part):
-                kept |= self._end_method(cohort, method, row, memory, state, missed)
-        if any(map(tracks_rounds, self.federation.methods)):
-            kept[PROGRESS] = with_progress(cohort.kept[row], part.round, part.experience)
-            for method in self.federation.methods:
-                if method.section + WITHIN in kept:
-                    note_result(kept, method)
+                kept |= self._ends.sections(cohort, method, row, memory, state, missed)
+        self._ends.note_progress(cohort, row, kept)
         if trained.optimizer is not None:
             kept["optimizer"] = trained.optimizer
         self.federation.server.keep(part.client, state, kept, missed)
-
-    def _end_method(
-        self, cohort: Cohort, method: Declaration, row: int, memory: Memory, state: State, missed: bool
-    ) -> ClientState:
-        """Return the sections that a client keeps for a method."""
-        client, data, part = cohort.ended(method, row, memory), cohort.data(method, row), cohort.clients[row]
-        client.missed, client.may_end = missed, not self._returns(part, method.accumulates)
-        memory, result = noted(method, client, method.end_round(client, state, data)), None
-        before = self.federation.kept_at(part, cohort.kept[row])
-        if overrides(method, "end_experience") and client.may_end:
-            client.memory = memory
-            earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
-            result = result_of(method, client, state, data, earlier)
-        share = self._shares.pop((part.client, method.section), None)
-        return sections_of(method, memory, result, share, before)
-
-    def _returns(self, part: ClientRound, accumulates: bool) -> bool:
-        """Return whether the client's next round is sure to replace a result for the experience."""
-        federation = self.federation
-        rounds = federation.module.trainer.max_epochs or 0
-        return self._looks_ahead and returns(federation.stream, federation.participation, part, rounds, accumulates)
-
-    def _share(self, cohort: Cohort, method: Declaration, row: int, client: Client, state: State) -> State:
-        """Return what a client uploads to the sums of its experience."""
-        federation, part = self.federation, cohort.clients[row]
-        rounds = federation.stream.plan.rounds  # the same for a fit that ends earlier and is resumed
-        if returns(federation.stream, federation.participation, part, rounds, accumulates=True):
-            return {}
-        earlier = federation.kept_at(part, cohort.kept[row]).get(method.section + SENT, {})
-        found = share_of(method, client, state, cohort.data(method, row), earlier)
-        if found is None:
-            return {}
-        if next_round(federation.stream, part, rounds) is not None:
-            self._shares[part.client, method.section] = found[1]
-        return found[0]
-
-    def _keep_dropped(self, cohort: Cohort, row: int) -> None:
-        """Let a client whose upload is dropped keep the experience, if a result was left to this round."""
-        federation, part = self.federation, cohort.clients[row]
-        if self._looks_ahead and next_round(federation.stream, part, federation.module.trainer.max_epochs or 0) is None:
-            found = finish_experience(federation, part, cohort.kept[row], cohort.received[row])
-            if found is not None:
-                federation.server.store[part.client] = found
 
 
 def _lasting(own: State, received: State, reductions: Mapping[str, Reduction]) -> State:

@@ -20,9 +20,10 @@ from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.obstacles import Reason
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of
-from lightning_fcl.methods.declaration import Declaration, Needs, matches, overrides, remembers, shapes_loss
+from lightning_fcl.methods.declaration import Declaration, matches, overrides, remembers, shapes_loss
 from lightning_fcl.methods.driver import Freezer
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay_samples import DrawnSamples
 from lightning_fcl.randomness import keys_of, numbers
 
