@@ -36,8 +36,9 @@ def receive(method: Declaration, client: Client) -> Memory:
 
 
 def noted(method: Declaration, client: Client, memory: Memory) -> Memory:
-    """Return a client state with the experience to which its entries of one experience belong."""
-    return {**memory, "experience": torch.tensor(client.part.experience)} if method.of_experience else memory
+    """Return a client state, if there is any, with the experience to which its entries of one experience belong."""
+    noting = method.of_experience and memory
+    return {**memory, "experience": torch.tensor(client.part.experience)} if noting else memory
 
 
 def lasting(method: Declaration, kept: State) -> State:
