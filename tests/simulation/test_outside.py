@@ -266,10 +266,12 @@ CALLBACKS = [
 
 @pytest.mark.parametrize("make", CALLBACKS)
 def test_callback_state_does_not_reach_the_next_client(uploads, make):
-    alone, again, after, last = (uploads(Base, [make], clients)["b", 0] for clients in ("b", "b", "ab", "abc"))
-    assert same(alone, again) and same(alone, after) and same(alone, last)
-    plain, acting = (uploads(Base, callbacks, "b", local_epochs=4)["b", 0] for callbacks in ([], [make]))
-    assert make is EndsClients or not same(plain, acting)
+    alone, again, after = (uploads(Base, [make], clients)["b", 0] for clients in ("b", "b", "ab"))
+    assert same(alone, again) and same(alone, after)
+    if make is Late:  # it acts in the 11th of 16 steps
+        alone = uploads(Base, [make], "b", local_epochs=4)["b", 0]
+    plain = uploads(Base, [], "b", local_epochs=4 if make is Late else 2)["b", 0]
+    assert make is EndsClients or not same(plain, alone)
 
 
 def test_callback_that_changes_steps_between_clients_acts_within_a_round(uploads):
@@ -390,10 +392,8 @@ MODULES = [
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("make", MODULES)
 def test_state_beside_the_module_does_not_reach_the_next_client(uploads, make, cohort_size):
-    alone, again, after, last = (
-        uploads(make, [], clients, cohort_size=cohort_size)["b", 0] for clients in ("b", "b", "ab", "abc")
-    )
-    assert same(alone, again) and same(alone, after) and same(alone, last)
+    alone, again, after = (uploads(make, [], clients, cohort_size=cohort_size)["b", 0] for clients in ("b", "b", "ab"))
+    assert same(alone, again) and same(alone, after)
     assert not same(alone, uploads(Base, [], "b")["b", 0])
 
 
