@@ -226,7 +226,7 @@ REFUSED = {
     MeasuresInAList: "its step updates a torchmetrics object",
     Appends: "its step leaves `losses` on the module",
     AppendsElsewhere: "its step changes `test_one_at_a_time.GATHERED` outside the module",
-    AppendsToItsClass: "its step changes `AppendsToItsClass.numbers` outside the module",
+    AppendsToItsClass: "its step changes `test_one_at_a_time.AppendsToItsClass.numbers` outside the module",
     Averages: "its step leaves `mean` on the module",
     SetsBuffer: "its step makes `mean` anew",
     Clips: "its step writes `net.0.weight`, which learns",

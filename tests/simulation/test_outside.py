@@ -566,6 +566,36 @@ def test_callback_that_writes_files_is_not_tried(uploads, tmp_path):
     assert (tmp_path / "prints").read_text().split() == [*map(str, range(1, 17))]
 
 
+class WritesSteps(InClass):
+    """Writes each step to a file."""
+
+    path = None
+
+    def change(self, loss, output, y):
+        with open(self.path, "a") as file:
+            file.write("a step\n")
+        return super().change(loss, output, y)
+
+
+class Demands(InClass):
+    """Fails on fewer samples than a batch has."""
+
+    path = None
+
+    def change(self, loss, output, y):
+        assert len(y) == 8
+        return super().change(loss, output, y)
+
+
+@pytest.mark.parametrize("make", [WritesSteps, Demands])
+def test_state_starts_anew_if_the_module_cannot_be_tried(uploads, tmp_path, make):
+    make.count, make.path = 0, tmp_path / "steps"
+    alone = uploads(make, [], "b")["b", 0]
+    make.count = 0
+    assert same(alone, uploads(make, [], "ab")["b", 0])
+    assert make is Demands or make.path.read_text().count("a step") == 8 + 16
+
+
 class Traces(Measures):
     """Leaves traces wherever a step can."""
 
