@@ -127,7 +127,7 @@ class Outside:
             classes |= dict.fromkeys(user_classes(kind))
         self._roots: list[tuple[str, MutableMapping[str, Any]]] = []
         for kind in classes:
-            self._roots.append((f"{kind.__name__}.", _ClassAttributes(kind)))
+            self._roots.append((_prefix(kind), _ClassAttributes(kind)))
         self._add_functions(classes)
         self.shared = [prefix for prefix, _ in self._roots]
 
@@ -135,7 +135,7 @@ class Outside:
         """Add the attributes, default values and variables of the functions."""
         used: dict[int, tuple[ModuleType | str, dict[str, Any], set[str]]] = {}
         for function in self.functions.values():
-            prefix = f"{function.__qualname__.replace('<locals>.', '')}."
+            prefix = _prefix(function)
             self._roots += [(prefix, _Cells(function)), (prefix, vars(function))]
             names, values = globals_in(function.__code__), function.__globals__
             used.setdefault(id(values), (function.__module__, values, set()))[2].update(names)
@@ -145,7 +145,7 @@ class Outside:
                     own = vars(value)
                     used.setdefault(id(own), (value.__name__, own, set()))[2].update(names_in(function.__code__))
                 elif isinstance(value, type) and is_users(value) and value not in classes:
-                    self._roots.append((f"{value.__name__}.", _ClassAttributes(value)))
+                    self._roots.append((_prefix(value), _ClassAttributes(value)))
         self._roots += [(f"{name.rpartition('.')[2]}.", _Scope(values, names)) for name, values, names in used.values()]
 
     def search(self, records: Mapping[int, Content] | None = None) -> Search:
@@ -157,11 +157,15 @@ class Outside:
             found.look_below(prefix, vars(holder), _NO_STATE)
         for function in self.functions.values():
             given = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            name = function.__qualname__.replace("<locals>.", "")
-            found.look((f"{name}.__defaults__", value) for value in given if _is_state(value))
+            found.look((f"{_prefix(function)}__defaults__", value) for value in given if _is_state(value))
         for prefix, values in self._roots:
             found.look_below(prefix, values, follow=_is_state)
         return found
+
+
+def _prefix(owner: type | FunctionType) -> str:
+    """Return the prefix of the names of a class's or a function's attributes: its file and its own name."""
+    return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__.replace('<locals>.', '')}."
 
 
 def _metrics_in(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:

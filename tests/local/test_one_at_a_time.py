@@ -249,7 +249,7 @@ REASONS = {
 NAMES = {
     Appends: "`losses`",
     AppendsElsewhere: "`test_one_at_a_time.GATHERED`",
-    AppendsToItsClass: "`AppendsToItsClass.numbers`",
+    AppendsToItsClass: "`test_one_at_a_time.AppendsToItsClass.numbers`",
     Averages: "`mean`",
     SetsBuffer: "mean",
     Clips: "`net.0.weight`",

@@ -206,6 +206,24 @@ def test_a_step_of_one_s_own_gives_the_same_bits(alike, make_stream, cohort_size
     assert alike(lambda: (Own(), make_stream(**stream)), cohort_size=cohort_size) != digest(Own())
 
 
+class Noise(Callback):
+    """Adds noise to gradients by a generator of its own."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def on_after_backward(self, trainer, pl_module):
+        for p in pl_module.parameters():
+            p.grad += 0.1 * torch.randn(p.shape, generator=self.generator)
+
+
+@pytest.mark.seconds
+def test_callback_with_a_generator_gives_the_same_bits(alike, make_stream):
+    stream = {"partition": "dirichlet", "clients": 6, "rounds_per_experience": 2, "drop_last": True}
+    plain = alike(lambda: (Own(), make_stream(**stream)), numbers=(1,), cohort_size=1)
+    assert alike(lambda: (Own(), make_stream(**stream), [Noise()]), cohort_size=1) != plain
+
+
 class Odd(nn.Linear):
     """Numbers that are not finite, one of which some clients set, and an average that others do not see."""
 
