@@ -206,7 +206,7 @@ def test_a_step_of_one_s_own_gives_the_same_bits(alike, make_stream, cohort_size
     assert alike(lambda: (Own(), make_stream(**stream)), cohort_size=cohort_size) != digest(Own())
 
 
-class Noise(Callback):
+class NoisyGradients(Callback):
     """Adds noise to gradients by a generator of its own."""
 
     def __init__(self):
@@ -221,7 +221,7 @@ class Noise(Callback):
 def test_callback_with_a_generator_gives_the_same_bits(alike, make_stream):
     stream = {"partition": "dirichlet", "clients": 6, "rounds_per_experience": 2, "drop_last": True}
     plain = alike(lambda: (Own(), make_stream(**stream)), numbers=(1,), cohort_size=1)
-    assert alike(lambda: (Own(), make_stream(**stream), [Noise()]), cohort_size=1) != plain
+    assert alike(lambda: (Own(), make_stream(**stream), [NoisyGradients()]), cohort_size=1) != plain
 
 
 class Odd(nn.Linear):
