@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fcl.errors import quoted
 from lightning_fcl.methods.declaration import Pattern, matches
@@ -46,8 +47,8 @@ class FrozenLayers:
 def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and layers that hold buffers and are frozen.
 
-    A layer with parameters is frozen if none of them learns. A layer without parameters follows the smallest part of
-    the module around the layer that has parameters, apart from the module's last layer.
+    A layer with parameters is frozen if none of them learns. Normalization without parameters follows the smallest part
+    of the module around the normalization that has parameters, apart from the module's last layer.
 
     Example:
         >>> body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False)).requires_grad_(False)
@@ -59,14 +60,16 @@ def frozen_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         head = head_of(module)
     except ValueError:  # the module's network has no `embed`
         head = None
-    beside = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    head_parameters = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     for name, layer in parts.items():
         if not name or not any(True for _ in layer.buffers(recurse=False)):
             continue
         around, learn = name, [p.requires_grad for p in layer.parameters()]
+        if not (learn or isinstance(layer, _NormBase)):
+            continue
         while not learn and around:
             around = around.rpartition(".")[0]
-            learn = [p.requires_grad for p in parts[around].parameters() if id(p) not in beside]
+            learn = [p.requires_grad for p in parts[around].parameters() if id(p) not in head_parameters]
         if not any(learn):
             yield name, layer
 

@@ -263,3 +263,17 @@ def test_frozen_layers_leaves_out_a_norm_that_prepares_the_inputs_of_a_body_that
     assert names(make_task(model=net)) == ["model.0", "model.2"]
     net[1].requires_grad_(True)
     assert names(make_task(model=net)) == []
+
+
+def test_frozen_layers_leaves_out_what_has_buffers_and_no_parameters(make_task):
+    class Noise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(6))
+
+        def forward(self, x):
+            return x + self.scale * torch.randn_like(x) if self.training else x
+
+    net = Flat()
+    net.insert(0, Noise())
+    assert names(make_task(model=net)) == ["model.2"]
