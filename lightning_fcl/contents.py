@@ -204,13 +204,7 @@ _KINDS = (
         torch.equal,
         seed=torch.Generator.manual_seed,
     ),
-    Kind(
-        random.Random,
-        random.Random.getstate,
-        random.Random.setstate,
-        can_change=lambda value: not isinstance(value, random.SystemRandom),
-        seed=random.Random.seed,
-    ),
+    Kind(random.Random, random.Random.getstate, random.Random.setstate, seed=random.Random.seed),
     Kind(
         np.random.Generator,
         lambda value: value.bit_generator.state,
