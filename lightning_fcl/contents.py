@@ -82,7 +82,7 @@ class Names:
 
 
 class Kind(NamedTuple):
-    """How to read, write, compare and copy the content of a type; ``seed`` only for random generators."""
+    """Functions that read, write, compare and copy the content of a type. Random generators also have ``seed``."""
 
     of: type | tuple[type, ...]
     read: Callable[[Any], Any]

@@ -78,7 +78,7 @@ class Generators:
                 found.kind.write(found.generator, state)
 
     def forget(self) -> None:
-        """Find generators anew at the next read."""
+        """Find generators again at the next read."""
         self._found.clear()
 
 

@@ -66,15 +66,15 @@ def _held_by(path: str, value: Any) -> Callable[[], dict[str, Any]]:
     if isinstance(value, _SIMPLE):
         return dict
     if isinstance(value, types.FunctionType):
-        return lambda: _of_function(path, value)
+        return lambda: _variables_of(path, value)
     if isinstance(value, types.MethodType):
         return lambda: {f"{path}.__func__": value.__func__, f"{path}.__self__": value.__self__}
     if isinstance(value, partial):
         return lambda: {f"{path}.func": value.func, f"{path}.args": value.args, f"{path}.keywords": value.keywords}
     if isinstance(value, _CONTAINERS):
         items = dict if _is_simple(value) else partial(_items_of, path, value)
-        return (lambda: {**items(), **_of_object(path, value)}) if hasattr(value, "__dict__") else items
-    return partial(_of_object, path, value) if _is_looked_into(value) else dict
+        return (lambda: {**items(), **_attributes_of(path, value)}) if hasattr(value, "__dict__") else items
+    return partial(_attributes_of, path, value) if _is_looked_into(value) else dict
 
 
 def _items_of(path: str, container: Any) -> dict[str, Any]:
@@ -91,13 +91,13 @@ def _is_looked_into(value: object) -> bool:
     return not is_of(value, _LEFT_ALONE)
 
 
-def _of_object(path: str, value: object) -> dict[str, Any]:
+def _attributes_of(path: str, value: object) -> dict[str, Any]:
     prefix, own = f"{path}." if path else "", getattr(value, "__dict__", None)
     names = dict(own) if isinstance(own, dict) else {}
     for name in _slots(type(value)):
         if hasattr(value, name):
             names[name] = getattr(value, name)
-    return {**{f"{prefix}{name}": item for name, item in names.items()}, **_of_classes(type(value))}
+    return {**{f"{prefix}{name}": item for name, item in names.items()}, **_class_attributes_of(type(value))}
 
 
 def _is_known(module: str) -> bool:
@@ -111,7 +111,7 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _of_classes(kind: type) -> dict[str, Any]:
+def _class_attributes_of(kind: type) -> dict[str, Any]:
     """Return attributes and methods of a class and its base classes, by the name of the class, not of the object."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -132,7 +132,7 @@ def _function_of(item: object) -> types.FunctionType | None:
     return item if isinstance(item, types.FunctionType) else None
 
 
-def _of_function(path: str, function: types.FunctionType) -> dict[str, Any]:
+def _variables_of(path: str, function: types.FunctionType) -> dict[str, Any]:
     """Return the variables that a function uses: of closures, defaults, and globals of code that is not installed."""
     if _is_known(function.__module__ or ""):
         return {}
