@@ -28,6 +28,7 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.optimizers import group_values, set_group_values, with_parameters
+from lightning_fcl.local.loop_counts import counting
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.recorded import METRIC, Line, Measured, Recorder
@@ -144,10 +145,9 @@ class _Trial:
             return "its step draws by NumPy or Python; what draws by torch's dropout draws for each client"
         if changed := loose.changes() or around.changes() or _hooked(self._module):
             return _leaves(changed)
-        with _counting(self._module.trainer):
-            again, _ = self._alone(0)
+        again, _ = self._alone(0, batches=7)
         if any(one.unlike(other, 0.0) for one, other in zip(again, alone[0], strict=True)):
-            return "its step gives something else each time, or goes by a count of steps that is not each client's own"
+            return "its step gives something else each time, or depends on the number of the client's batches"
         if moved := [n for n in trainable(self._module) if not torch.equal(buffers[0][n], self._state[n])]:
             return f"its step writes {quoted(moved)}, which learns; the optimizer, or a hook of the epoch, can do so"
         for side_by_side in (True, False):
@@ -163,14 +163,15 @@ class _Trial:
                         return f"its step {_UNLIKE[what]} side by side"
         return None
 
-    def _alone(self, row: int) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
-        """A client's steps, as they are, and its entries afterwards."""
+    def _alone(self, row: int, batches: int = _STEPS) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
+        """Return a client's steps, as they are, and its entries afterwards."""
         load_entries(self._module, self._state)
         keys, recorder, taken = client_keys(0, [_CLIENTS[row]], "layers"), Recorder(self._module), []
         params = [p for p in self._module.parameters() if p.requires_grad]
         for step in range(_STEPS):
             key, batch = step_keys(keys, step)[0].to(self._module.device), copy.deepcopy(self._batches[row])
-            with recorder.recording(batch), KeyedRandomness(key).drawing():
+            counted = counting(self._module.trainer, step, batches)
+            with counted, recorder.recording(batch), KeyedRandomness(key).drawing():
                 given = (batch, step) if self._numbered else (batch,)
                 result = self._module.training_step(*given)
                 loss = result.get("loss") if isinstance(result, dict) else result
@@ -192,7 +193,8 @@ class _Trial:
             groups = [Alike(torch.tensor([row]), stacked([own])) for row, own in enumerate(self._batches)]
         for step in range(_STEPS):
             given = [Alike(rows.to(device), copy.deepcopy(batch)) for rows, batch in groups]
-            total = trainer.losses_of(given, step if self._numbered else None)
+            with counting(self._module.trainer, step, _STEPS):
+                total = trainer.losses_of(given, step if self._numbered else None)
             if total is None:
                 raise ValueError("its step returns no loss for some batches; a loss of zero would do")
             gradients = trainer.of_params(total)
@@ -260,19 +262,6 @@ def _apart(module: L.LightningModule, optimizer: Optimizer) -> Iterator[None]:
     finally:
         trainer.loggers = loggers
         set_group_values(optimizer, groups)
-
-
-@contextmanager
-def _counting(trainer: L.Trainer) -> Iterator[None]:
-    """Let the Trainer count other numbers of batches and steps."""
-    loop, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-    batches, loop.max_batches = loop.max_batches, 7
-    steps.total.completed += 7
-    try:
-        yield
-    finally:
-        loop.max_batches = batches
-        steps.total.completed -= 7
 
 
 def _batches(module: L.LightningModule, stream: FederatedStream) -> list[Batch]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, LambdaCallback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +26,7 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.optimizers import with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
+from lightning_fcl.local.loop_counts import counting
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.methods.declaration import Declaration, overrides
@@ -85,6 +86,15 @@ def why_not_padded(module: L.LightningModule, optimizer: Optimizer, stream: Fede
     return module.why_not_vectorized() or _trial(module, optimizer, stream)
 
 
+def is_users(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is a user's code, and not Lightning's or this library's."""
+    return not getattr(_function(hook), "__module__", "").startswith(("lightning.", "lightning_fcl."))
+
+
+def _function(hook: object) -> object:
+    return getattr(hook, "__func__", hook)
+
+
 def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
     """Who overrides a hook that shows one client at a time."""
     callbacks = callbacks_of(module.trainer)
@@ -93,13 +103,11 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
             return f"`{type(callback).__name__}` adds parameters to the optimizer while it trains"
     known = ("lightning.", "lightning_fcl.callbacks.", "lightning_fcl.simulation.")
     others = [c for c in callbacks if not (isinstance(c, MethodDriver) or type(c).__module__.startswith(known))]
-    watchers: list[tuple[object, type, tuple[str, ...]]] = [
-        (module, L.LightningModule, STEP_HOOKS + BATCH_HOOKS),
-        *((callback, Callback, STEP_HOOKS + BATCH_HOOKS) for callback in others),
-    ]
-    for watcher, plain, hooks in watchers:
-        for hook in hooks:
-            if getattr(type(watcher), hook, None) is not getattr(plain, hook, None):
+    others += [callback for callback in callbacks if isinstance(callback, LambdaCallback)]
+    watchers: list[tuple[object, type]] = [(module, L.LightningModule), *((callback, Callback) for callback in others)]
+    for watcher, plain in watchers:
+        for hook in STEP_HOOKS + BATCH_HOOKS:
+            if _function(getattr(watcher, hook, None)) is not getattr(plain, hook, None):
                 return f"`{type(watcher).__name__}` overrides `{hook}`"
     return overridden_hook(stream.data, stream, module)
 
@@ -122,22 +130,22 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             drawn, loose, counts = generators(), LooseState(copied), updates(copied)
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
             step = partial(_trial_step, copied, with_parameters(optimizer, twins))
-            alone = step([x], [y])
+            with counting(module.trainer, 0, 1):
+                alone = step([x], [y])
             if loose.changes() or updates(copied) != counts or moved(copied, begun):
                 return "its forward leaves something on the module"
-            counted, module.trainer.fit_loop.max_batches = module.trainer.fit_loop.max_batches, 7
-            try:  # it may depend on `trainer.num_training_batches`, which is each client's
+            with counting(module.trainer, 0, 7):  # clients have different numbers of batches
                 again = step([x], [y])
-            finally:
-                module.trainer.fit_loop.max_batches = counted
             if not all(map(torch.equal, again, alone)) or generators() != drawn:
                 return "its forward gives something else each time"
-            copied(x)
+            with counting(module.trainer, 0, 1):
+                copied(x)
             if loose.changes() or updates(copied) != counts or moved(copied, begun):
                 return "its forward changes buffers"
             # As the loader pads: with zeros what is read batch by batch, else with the client's first sample.
             x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.samples.draws else p[:1]]) for p in (x, y))
-            padded = step([x, others_x], [y, others_y], len(own))
+            with counting(module.trainer, 0, 1):
+                padded = step([x, others_x], [y, others_y], len(own))
         except Exception as error:  # whatever it is, this module cannot be vectorised
             return RANDOM if "randomness" in str(error) else f"vectorising it fails ({error})"
     if all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(padded, alone, strict=True)):
