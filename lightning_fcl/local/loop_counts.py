@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as L
+from lightning.pytorch.utilities import CombinedLoader
 
 Count = dict[str, int]
 """The attributes of one of Lightning's counters, such as ``ready`` and ``completed``, which can be written."""
@@ -38,11 +39,12 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
     """
     loop, counts = trainer.fit_loop.epoch_loop, [*batch_counts(trainer), *step_counts(trainer)]
     before, limits = [dict(count) for count in counts], (trainer.fit_loop.max_batches, loop.max_steps)
-    was_last = loop.batch_progress.is_last_batch
+    was_last, loader = loop.batch_progress.is_last_batch, trainer.fit_loop._combined_loader
     for count in counts:
         count.update({name: step + (name in ("ready", "started")) for name in count})
     loop.batch_progress.is_last_batch = step == batches - 1
     trainer.fit_loop.max_batches = loop.max_steps = batches
+    trainer.fit_loop._combined_loader = CombinedLoader(range(batches))  # `trainer.train_dataloader`, which has a length
     try:
         yield
     finally:
@@ -50,3 +52,4 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
             count.update(then)
         loop.batch_progress.is_last_batch = was_last
         trainer.fit_loop.max_batches, loop.max_steps = limits
+        trainer.fit_loop._combined_loader = loader

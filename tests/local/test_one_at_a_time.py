@@ -159,14 +159,19 @@ class DrawsNoise(Step):
         return loss + F.cross_entropy(self(x + 0.1 * torch.randn_like(x)), y)
 
 
-class CountsAll(Step):
-    def change(self, loss, x, y, batch_idx):
-        return loss / (1 + self.global_step)
-
-
 class CountsBatches(Step):
     def change(self, loss, x, y, batch_idx):
         return loss * (batch_idx + 1) / self.trainer.num_training_batches
+
+
+class EndsGently(Step):
+    def change(self, loss, x, y, batch_idx):
+        return loss / 2 if self.trainer.is_last_batch else loss
+
+
+class Cycles(Step):
+    def change(self, loss, x, y, batch_idx):
+        return loss * (1 + self.global_step / self.trainer.estimated_stepping_batches)
 
 
 class WarmsUp(Step):
@@ -233,8 +238,9 @@ REFUSED = {
     WritesPassingBuffer: "its step leaves `calls` on the module",
     DrawsByPython: "its step draws by NumPy or Python",
     DrawsNoise: "its layers draw random numbers",
-    CountsAll: "goes by a count of steps that is not each client's own",
-    CountsBatches: "goes by a count of steps that is not each client's own",
+    CountsBatches: "depends on the number of the client's batches",
+    EndsGently: "depends on the number of the client's batches",
+    Cycles: "depends on the number of the client's batches",
     WarmsUp: "its step changes the optimizer",
     Skips: "its step returns no loss for some batches",
     Freezes: "its step leaves `net.1.training`",
