@@ -56,6 +56,7 @@ class LocalSteps:
         self._batches = self._steps = 0
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._start: tuple[list[Groups], list[dict[str, Any]]] | None = None  # of the round's clients
+        self._ended: tuple[list[Groups], list[dict[str, Any]]] | None = None  # as the round has left them
         self._steps_within = False  # whether clients have stepped schedulers by hand before their last batch
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
@@ -91,6 +92,13 @@ class LocalSteps:
             groups = [_with_rates(own, group_values(o)) for own, o in zip(groups, optimizers, strict=True)]
             schedules = self._schedules()
         self._go_back(optimizers, groups, schedules)
+        self._ended = _copied(groups), copy.deepcopy(schedules)
+
+    def settle(self, optimizers: Sequence[Optimizer]) -> None:
+        """Restore what the last client's hooks have changed in the optimizers after the end of the round."""
+        ended, self._ended = self._ended, None
+        if ended is not None and self._schedules() == ended[1]:  # otherwise a hook has stepped a schedule by round
+            self._go_back(optimizers, *ended)
 
     def _schedules(self) -> list[dict[str, Any]]:
         return [config.scheduler.state_dict() for config in (*self._configs, *(self.by_hand or ()))]

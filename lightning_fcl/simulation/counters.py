@@ -35,10 +35,11 @@ class ClientCounters:
 
     Attributes:
         shown: Whether the client's counters stand in the Trainer.
+        batches: Number of the client's batches in the round, while they do.
     """
 
     def __init__(self, strategy: FederatedStrategy) -> None:
-        self.shown = False
+        self.shown, self.batches = False, 0
         self._strategy = strategy
         self._cohort: Cohort | None = None
         self._trainer: L.Trainer
@@ -130,6 +131,7 @@ class ClientCounters:
             trainer.accumulate_grad_batches,
             strategy.lr_scheduler_configs,
         )
+        self.batches = number
         fit.max_batches, loop.max_steps = number, -(-number // every)  # of which `estimated_stepping_batches` is made
         progress.is_last_batch = self._cohort.last_batch
         trainer.accumulate_grad_batches = every

@@ -88,9 +88,9 @@ class Round:
         return require_begun(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
-        """Number of batches of this process's clients; 1 if it has none. To a client's hooks, of the client."""
+        """Number of batches of this process's clients; 1 if it has none. For the hooks of a client, its batches."""
         counters = self.federation.strategy.counters
-        return len(self.cohort) if counters.shown and self.cohort is not None else self._batches
+        return counters.batches if counters.shown else self._batches
 
     def __iter__(self) -> Iterator[Any]:
         self._steps = self._run()
@@ -128,6 +128,7 @@ class Round:
                 self.loose.settle()
             self._steps.close()
             self.federation.strategy.counters.end()
+            self.federation.strategy.local_steps.settle(self.federation.optimizers)
             self.federation.strategy.use_optimizer()
             self.settled = True
 

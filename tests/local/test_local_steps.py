@@ -222,7 +222,9 @@ def test_gradients_are_zeroed_as_often_as_in_a_plain_trainer(fit, train, make_ta
     fit(Own(task.model, 4, task.optimizer), two, trainer_args=arguments)
     assert len(zeroed) == 3 * len(plain.norms)  # another client's, twice
     look = classmethod(lambda _, trainer, *__: together.append(trainer.accumulate_grad_batches))
-    monkeypatch.setattr(FitHooks, "on_before_zero_grad", look)  # a user's callback would let clients train one at a time
+    monkeypatch.setattr(
+        FitHooks, "on_before_zero_grad", look
+    )  # a user's callback would let clients train one at a time
     trainer = fit(make_task(), two, trainer_args=arguments, cohort_size=2)
     assert together == [every] * len(plain.norms) and trainer.accumulate_grad_batches == every
 
