@@ -35,7 +35,6 @@ from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.running.fit import FederatedCLI, run
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.hooks import count_steps
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.simulated import aggregate
 from lightning_fcl.simulation.strategy import FederatedStrategy
@@ -151,7 +150,7 @@ class Nodes:
             )
         if counted < needed:
             log.warning("%s). It goes on with these.", fewer)
-        count_steps(federation.module.trainer, 1)
+        federation.strategy.counters.count_steps(1)
         yield None
         aggregate(round, skipped)
 

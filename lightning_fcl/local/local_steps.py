@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.federation.optimizers import SCHEDULED, group_values, set_group_values
 from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.ranks import ALONE, Ranks
 
 Groups = list[dict[str, Any]]
 
@@ -33,9 +34,9 @@ class LocalSteps:
         every: Batches per step.
         configs: The schedulers by step.
         step: Steps a scheduler.
-        by_hand: The schedulers of a module that optimises by hand, and steps them itself; None for all others. Where
-            only the last clients of a round have stepped them, with the Trainer's last batch for example, they are
-            schedules by round, which stay.
+        by_hand: The schedulers of a module that optimizes by hand, and steps them itself; None for all other modules.
+            If clients step them with their last batch only, such as by `trainer.is_last_batch`, they are schedules by
+            round, which stay. Otherwise they start anew with each client.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class LocalSteps:
         self._batches = self._steps = 0
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._start: tuple[list[Groups], list[dict[str, Any]]] | None = None  # of the round's clients
-        self._stepped_before = False  # whether clients before those at hand have stepped schedulers by hand
+        self._ended: tuple[list[Groups], list[dict[str, Any]]] | None = None  # as the round has left them
+        self._steps_within = False  # whether clients have stepped schedulers by hand before their last batch
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Clients begin: note where schedules and optimizers stand when a round's first ones do, and go back to it."""
@@ -63,11 +65,15 @@ class LocalSteps:
         self._sums.clear()
         if self._start is None:
             self._start = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
-            self._stepped_before = False
+            self._steps_within = False
         else:
-            self._stepped_before |= self._schedules() != self._start[1]
             groups, schedules = self._start
             self._go_back(optimizers, _copied(groups), copy.deepcopy(schedules))
+
+    def begin_last_batch(self) -> None:
+        """Note whether these clients have stepped schedulers by hand before their last batch."""
+        if self.by_hand and self._start is not None:
+            self._steps_within |= self._schedules() != self._start[1]
 
     def end_schedules(self, optimizer: Optimizer) -> None:
         """These clients' last step is done: back to the start of the schedules, before those by round step."""
@@ -75,18 +81,24 @@ class LocalSteps:
             groups, schedules = _copied(self._start[0]), copy.deepcopy(self._start[1])
             self._go_back([optimizer], [_with_rates(group_values(optimizer), groups[0])], schedules)
 
-    def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True) -> None:
+    def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True, ranks: Ranks = ALONE) -> None:
         """A round is done, or was cut short: of what is in the optimizers, nothing but schedules by round stays."""
-        if self._start is None:
+        start, self._start = self._start, None
+        by_round = whole and not (self.by_hand and True in ranks.share(start is not None and self._steps_within))
+        if start is None:
             return
-        now = self._schedules()
-        by_round = self.by_hand is None or (now != self._start[1] and not self._stepped_before)
-        groups, schedules = self._start
-        self._start = None
-        if whole and by_round:
+        groups, schedules = start
+        if by_round:
             groups = [_with_rates(own, group_values(o)) for own, o in zip(groups, optimizers, strict=True)]
-            schedules = now
+            schedules = self._schedules()
         self._go_back(optimizers, groups, schedules)
+        self._ended = _copied(groups), copy.deepcopy(schedules)
+
+    def settle(self, optimizers: Sequence[Optimizer]) -> None:
+        """Restore what the last client's hooks have changed in the optimizers after the end of the round."""
+        ended, self._ended = self._ended, None
+        if ended is not None and self._schedules() == ended[1]:  # otherwise a hook has stepped a schedule by round
+            self._go_back(optimizers, *ended)
 
     def _schedules(self) -> list[dict[str, Any]]:
         return [config.scheduler.state_dict() for config in (*self._configs, *(self.by_hand or ()))]
@@ -183,9 +195,8 @@ def _with_rates(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any
 def client_steps(trainer: L.Trainer) -> int | float:
     """The batches, over its local epochs, of the client that trains now: what its `batch_idx` counts up to.
 
-    Within ``training_step`` that is `trainer.num_training_batches` as well, which elsewhere counts those of all clients
-    of the round. Of clients side by side it is the number of the one that has most; in a plain Trainer it is
-    `trainer.num_training_batches`.
+    In the module's hooks and in users' callbacks it equals `trainer.num_training_batches`. For clients of one
+    vectorized step it is the largest of their numbers. In a plain Trainer it is `trainer.num_training_batches`.
 
     Args:
         trainer: The Trainer.

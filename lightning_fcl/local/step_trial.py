@@ -26,6 +26,7 @@ from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.obstacles import Obstacle, ObstacleError, Reason, obstacle_of
 from lightning_fcl.federation.optimizers import group_values, set_group_values, with_parameters
 from lightning_fcl.local.drawn import trial_rows
+from lightning_fcl.local.loop_counts import counting
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.method_trial import method_obstacle
 from lightning_fcl.local.outside import Outside
@@ -33,7 +34,7 @@ from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.recorded import Line, Measured, Recorder
 from lightning_fcl.local.search import Search
 from lightning_fcl.local.sequential import client_keys, step_keys
-from lightning_fcl.local.trial import copy_of, generators, other_counts, updates
+from lightning_fcl.local.trial import copy_of, generators, updates
 from lightning_fcl.local.vectorized import StackedPrecision
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.declaration import Declaration
@@ -139,8 +140,7 @@ class _Trial:
             return Obstacle(Reason.OTHER_RANDOM)
         if obstacle := self._left_behind(loose, around):
             return obstacle
-        with other_counts(self._module.trainer):
-            again, _ = self._alone(0)
+        again, _ = self._alone(0, batches=7)
         if any(one.unlike(other, 0.0) for one, other in zip(again, alone[0], strict=True)):
             return Obstacle(Reason.NOT_REPEATABLE)
         if moved := [n for n in trainable(self._module) if not torch.equal(buffers[0][n], self._state[n])]:
@@ -165,14 +165,15 @@ class _Trial:
         outside = sorted({change.name for change in around.changes()})
         return Obstacle(Reason.OUTSIDE, (quoted(outside),)) if outside else None
 
-    def _alone(self, row: int) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
-        """A client's steps, as they are, and its entries afterwards."""
+    def _alone(self, row: int, batches: int = _STEPS) -> tuple[list[_StepOutcome], dict[str, Tensor]]:
+        """Return a client's steps, as they are, and its entries afterwards."""
         load_entries(self._module, self._state)
         keys, recorder, taken = client_keys(0, [_CLIENTS[row]], "layers"), Recorder(self._module), []
         params = [p for p in self._module.parameters() if p.requires_grad]
         for step in range(_STEPS):
             key, batch = step_keys(keys, step)[0].to(self._module.device), copy.deepcopy(self._batches[row])
-            with recorder.recording(batch), KeyedRandomness(key).drawing():
+            counted = counting(self._module.trainer, step, batches)
+            with counted, recorder.recording(batch), KeyedRandomness(key).drawing():
                 given = (batch, step) if self._numbered else (batch,)
                 result = self._module.training_step(*given)
                 loss = result.get("loss") if isinstance(result, dict) else result
@@ -194,7 +195,8 @@ class _Trial:
             groups = [Alike(torch.tensor([row]), stacked([own])) for row, own in enumerate(self._batches)]
         for step in range(_STEPS):
             given = [Alike(rows.to(device), copy.deepcopy(batch)) for rows, batch in groups]
-            total = trainer.losses_of(given, step if self._numbered else None)
+            with counting(self._module.trainer, step, _STEPS):
+                total = trainer.losses_of(given, step if self._numbered else None)
             if total is None:
                 raise ObstacleError(Reason.NO_LOSS)
             gradients = trainer.of_params(total)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, LambdaCallback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +25,7 @@ from lightning_fcl.federation.obstacles import Obstacle, ObstacleError, Reason, 
 from lightning_fcl.federation.optimizers import with_parameters
 from lightning_fcl.federation.protocol import MasksLogits, Vectorizable
 from lightning_fcl.local.drawn import Drawer, has_independent_outputs, is_close, trial_rows
+from lightning_fcl.local.loop_counts import counting
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.method_trial import method_obstacle
 from lightning_fcl.local.vectorized import VectorizedTrainer
@@ -102,6 +102,15 @@ def why_not_padded(
             return obstacle_of(error)
 
 
+def is_users(hook: Callable[..., object]) -> bool:
+    """Return whether a hook is a user's code, and not Lightning's or this library's."""
+    return not getattr(_function(hook), "__module__", "").startswith(("lightning.", "lightning_fcl."))
+
+
+def _function(hook: object) -> object:
+    return getattr(hook, "__func__", hook)
+
+
 def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | None:
     """Return who overrides a hook that shows one client at a time."""
     callbacks = callbacks_of(module.trainer)
@@ -110,13 +119,11 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | 
             return Obstacle(Reason.FINETUNING, (type(callback).__name__,))
     known = ("lightning.", "lightning_fcl.callbacks.", "lightning_fcl.simulation.")
     others = [c for c in callbacks if not (isinstance(c, MethodDriver) or type(c).__module__.startswith(known))]
-    watchers: list[tuple[object, type, tuple[str, ...]]] = [
-        (module, L.LightningModule, STEP_HOOKS + BATCH_HOOKS),
-        *((callback, Callback, STEP_HOOKS + BATCH_HOOKS) for callback in others),
-    ]
-    for watcher, plain, hooks in watchers:
-        for hook in hooks:
-            if getattr(type(watcher), hook, None) is not getattr(plain, hook, None):
+    others += [callback for callback in callbacks if isinstance(callback, LambdaCallback)]
+    watchers: list[tuple[object, type]] = [(module, L.LightningModule), *((callback, Callback) for callback in others)]
+    for watcher, plain in watchers:
+        for hook in STEP_HOOKS + BATCH_HOOKS:
+            if _function(getattr(watcher, hook, None)) is not getattr(plain, hook, None):
                 return Obstacle(Reason.OVERRIDES, (f"`{type(watcher).__name__}` overrides `{hook}`",))
     overridden = overridden_hook(stream.data, stream, module)
     return None if overridden is None else Obstacle(Reason.OVERRIDES, (overridden,))
@@ -154,10 +161,11 @@ class _Trial:
         """Return what a step does that cannot be vectorized, or that padding changes."""
         few, drawn = len(self._x) - 5, generators()
         x, y = self._x[:few], self._y[:few]
-        alone = self._losses_and_gradients([x], [y])
+        with counting(self._module.trainer, 0, 1):
+            alone = self._losses_and_gradients([x], [y])
         if self._is_changed():
             return Obstacle(Reason.FORWARD_STATE)
-        with other_counts(self._module.trainer):
+        with counting(self._module.trainer, 0, 7):  # clients have different numbers of batches
             again = self._losses_and_gradients([x], [y])
         if generators() != drawn:
             return Obstacle(Reason.OTHER_RANDOM)
@@ -165,7 +173,8 @@ class _Trial:
             return Obstacle(Reason.NOT_REPEATABLE)
         for padding in (torch.zeros_like(self._x[few:]), self._x[:1].expand_as(self._x[few:])):
             beside = [torch.cat([x, padding]), self._x.flip(0)]
-            padded = self._losses_and_gradients(beside, [self._y, self._y.flip(0)], few)
+            with counting(self._module.trainer, 0, 1):
+                padded = self._losses_and_gradients(beside, [self._y, self._y.flip(0)], few)
             if not all(map(is_close, padded, alone)):
                 return Obstacle(Reason.OTHER_SAMPLES, ("the loss",))
         return None
@@ -222,19 +231,6 @@ def copy_of(module: L.LightningModule) -> L.LightningModule:
 
 def _refuse_log(*args: object, **kwargs: object) -> NoReturn:
     raise ObstacleError(Reason.LOSS_LOGS)
-
-
-@contextmanager
-def other_counts(trainer: L.Trainer) -> Iterator[None]:
-    """Temporarily let the Trainer count other numbers of batches and steps, which differ between clients."""
-    loop, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-    batches, loop.max_batches = loop.max_batches, 7
-    steps.total.completed += 7
-    try:
-        yield
-    finally:
-        loop.max_batches = batches
-        steps.total.completed -= 7
 
 
 def moved(module: nn.Module, begun: State) -> list[str]:

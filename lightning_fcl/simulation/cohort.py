@@ -113,11 +113,14 @@ class Cohort:
     def ended(self, method: Declaration, row: int, memory: Memory) -> Client:
         """One of the clients after its local training, as a method sees it."""
         client = client_of(method, self._module, memory, self.received[row], self.clients[row])
-        batches = int(np.count_nonzero(self._lengths[row]))
-        client.steps = -(-batches // self._every)
+        client.steps = -(-self.batches_of(row) // self._every)
         if tracks_rounds(method):
             client.history = history_of(self._stream, self.clients[row], self.kept[row])
         return client
+
+    def batches_of(self, row: int) -> int:
+        """Return the number of batches of one of the clients."""
+        return int(np.count_nonzero(self._lengths[row]))
 
     def requests(self) -> Iterator[Request]:
         """What is to be read for the batches, one client's after the other's."""

@@ -20,12 +20,12 @@ from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch, Batching
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import quoted
-from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.replay_samples import joins_batches
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of, leave_out_objects
+from lightning_fcl.simulation.counters import note_progress
 from lightning_fcl.simulation.experience import finish_stopped
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_monitors, require_begun
@@ -114,38 +114,6 @@ def common_batches(federation: Federation) -> int:
         f"as by `trainer.estimated_stepping_batches`, but {why}. Count rounds, `trainer.max_epochs`, in a schedule by "
         "epoch."
     )
-
-
-def note_progress(trainer: L.Trainer) -> Callable[[], None]:
-    """Note a Trainer's counters when an epoch starts; what comes back lets them be as before that epoch."""
-    epochs, loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
-    optimizer = loop.automatic_optimization.optim_progress.optimizer
-    counters = [epochs, loop.batch_progress, loop.scheduler_progress, optimizer.step, optimizer.zero_grad]
-    counters.append(loop.manual_optimization.optim_step_progress)
-    counts = [vars(part) for counter in counters for part in (counter.current, counter.total)]
-    counts.append(vars(loop.batch_progress))
-    before = [dict(count) for count in counts]
-
-    def put_back() -> None:
-        for count, then in zip(counts, before, strict=True):
-            count.update(then)
-        epochs.current.ready -= 1
-        epochs.total.ready -= 1
-
-    return put_back
-
-
-def step_together(trainer: L.Trainer, ranks: Ranks, before: int) -> None:
-    """Count the steps of all ranks since ``before`` as this one's."""
-    mine = trainer.global_step - before
-    count_steps(trainer, sum(ranks.share(mine)) - mine)
-
-
-def count_steps(trainer: L.Trainer, number: int) -> None:
-    """Count the steps of others as the Trainer's."""
-    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-    progress.total.completed += number
-    progress.total.ready += number
 
 
 class FitHooks(Callback):

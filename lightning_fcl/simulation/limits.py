@@ -272,12 +272,6 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
         raise ValueError(
             "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True. Leave it out."
         )
-    if "global_step" in getattr(module.training_step, "__code__", choose_trainer.__code__).co_names:
-        log.warning(
-            "`%s.training_step` reads `global_step`, which counts the steps of all clients, and a cohort's once. A "
-            "client's own batches in the round are counted by `batch_idx`.",
-            type(module).__name__,
-        )
     wanted = None if strategy.cohort_size == "auto" else strategy.cohort_size
     size = automatic_size(module) if wanted is None else wanted
     if size == 1:

@@ -192,7 +192,8 @@ class _Processes(_Meets, _MultiProcessingLauncher):
 class RanksStrategy(ParallelStrategy):
     """What a Trainer wants to know of its processes; with one device there is one, and nothing to say.
 
-    To the Trainer's loops each process is alone (`world_size`): they would otherwise meet at every batch.
+    To the Trainer's loops each process is alone (`world_size`): they would otherwise meet at every batch. To hooks of a
+    client's batches each process is the only one, so that a client's upload does not depend on the number of processes.
 
     Args:
         accelerator: As in Lightning's strategies.
@@ -208,6 +209,7 @@ class RanksStrategy(ParallelStrategy):
         precision_plugin: Precision | None,
         start_method: StartMethod,
     ) -> None:
+        self.shows_one_process = False  # whether the properties below are those of a single process
         super().__init__(accelerator, None, None, checkpoint_io, precision_plugin)
         one_of(("popen", "spawn", "fork", "forkserver"), start_method=start_method)
         self.num_nodes = 1
@@ -224,6 +226,23 @@ class RanksStrategy(ParallelStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return 1 if self.shows_one_process else self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        self._num_nodes = number
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return [self.root_device] if self.shows_one_process else self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = devices
 
     @property
     def num_processes(self) -> int:
@@ -247,8 +266,13 @@ class RanksStrategy(ParallelStrategy):
         return super().local_rank if self.expected > 1 else 0
 
     @property
+    def node_rank(self) -> int:
+        return 0 if self.shows_one_process else super().node_rank
+
+    @property
     def root_device(self) -> torch.device:
-        return self.parallel_devices[self.local_rank] if self.parallel_devices else torch.device("cpu")
+        devices = self._parallel_devices or [torch.device("cpu")]
+        return devices[super().local_rank if len(devices) > 1 else 0]
 
     def set_world_ranks(self) -> None:
         environment = self.cluster_environment

@@ -94,8 +94,9 @@ class Round:
         return require_begun(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
-        """The batches of this process's clients; 1 where it has none, which is None."""
-        return self._batches
+        """Number of batches of this process's clients; 1 if it has none. For the hooks of a client, its batches."""
+        counters = self.federation.strategy.counters
+        return counters.batches if counters.shown else self._batches
 
     def __iter__(self) -> Iterator[Any]:
         self._steps = self._run()
@@ -132,6 +133,8 @@ class Round:
             if self.loose is not None:
                 self.loose.settle()
             self._steps.close()
+            self.federation.strategy.counters.end()
+            self.federation.strategy.local_steps.settle(self.federation.optimizers)
             self.federation.strategy.use_optimizer()
             self.settled = True
 
@@ -159,6 +162,7 @@ class Round:
         federation = self.federation
         log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
         self.cohort = None
+        federation.strategy.counters.end()
         if self.loose is not None:
             self.loose.settle()
         federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
@@ -168,6 +172,7 @@ class Round:
     def download(self, cohort: Cohort) -> None:
         """Step 1: the clients receive the server's state, and remember what they have kept."""
         federation, clients, device = self.federation, cohort.clients, self.federation.module.device
+        federation.strategy.counters.begin(federation.module.trainer, cohort)
         self.placement.begin()
         start_randomness(federation.seed, *clients.clients, self.number)
         states, before = federation.server.download(clients.clients)
@@ -212,8 +217,9 @@ class Round:
                 self._end_client(cohort, trained, row, missed[row])
             if self._watched and trained.own is None:
                 load_entries(federation.module, trained.state(row))
-            for listener in self._listeners:
-                listener.on_client_end(federation.module.trainer, federation.module, client)
+            with federation.strategy.counters.after_client(cohort.batches_of(row)):
+                for listener in self._listeners:
+                    listener.on_client_end(federation.module.trainer, federation.module, client)
 
     def _uploads(self, cohort: Cohort, trained: Trained) -> State:
         """What the clients send of the module's entries, or in place of them, every entry of shape (clients, ...)."""

@@ -22,7 +22,6 @@ from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.experience import check_sums
 from lightning_fcl.simulation.federation import Federation, extra_of
-from lightning_fcl.simulation.hooks import step_together
 from lightning_fcl.simulation.round import Round, methods_first
 
 
@@ -126,11 +125,11 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
     federation = round.federation
     record = federation.server.record
     round.cohort = None
-    federation.strategy.local_steps.end_round(federation.optimizers)
+    federation.strategy.local_steps.end_round(federation.optimizers, ranks=round.placement.ranks)
     if round.loose is not None:
         round.loose.end_clients()
     round.placement.meet(federation.server)
-    step_together(federation.module.trainer, round.placement.ranks, round.steps_before)
+    federation.strategy.counters.step_together(round.placement.ranks, round.steps_before)
     record_time(federation)
     _check_usable(federation, round.number)
     begun = federation.server.state

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
@@ -35,7 +37,9 @@ from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.vectorized import StackedPrecision, flush_denormals
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
+from lightning_fcl.simulation.counters import ClientCounters
 from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
+from lightning_fcl.simulation.hook_calls import replace_calls
 from lightning_fcl.simulation.hooks import FitHooks, TrainerLimits, common_batches
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, require_begun
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
@@ -142,7 +146,8 @@ class FederatedStrategy(RanksStrategy):
         self._seed = seed
         self.new_round: Callable[[Federation], Round] = simulated
         self._hooks = FitHooks(self)
-        self._schedules: list[LRSchedulerConfig] = []  # by step and by round
+        self.schedules: list[LRSchedulerConfig] = []  # by step and by round, as a client's hooks see them
+        self.counters = ClientCounters(self)
         self._fits: list[Optimizer] = []  # those of the fit which has begun
         self._flushes = False  # whether numbers near 0 are 0 until the fit ends
         warnings.filterwarnings("ignore", "`max_epochs` was not set")  # it says 1000: a fit lasts as long as its stream
@@ -181,6 +186,7 @@ class FederatedStrategy(RanksStrategy):
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
         self.connected = True
+        replace_calls()
         callbacks = callbacks_of(model.trainer)
         refuse_other_lightning(model.trainer.datamodule, *callbacks)  # type: ignore[attr-defined]
         if self._hooks not in callbacks:
@@ -213,14 +219,19 @@ class FederatedStrategy(RanksStrategy):
 
     def _take_over_steps(self, trainer: L.Trainer) -> None:
         """Accumulate gradients, and step schedulers by step, within a client: Lightning would do so across clients."""
-        self._schedules = self.lr_scheduler_configs
+        self.schedules = self.lr_scheduler_configs
         by_step = [config for config in self.lr_scheduler_configs if config.interval == "step"]
         self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
         module = self.federation.module
+
+        def step(scheduler: Any) -> None:
+            with self.counters.after_step():
+                module.lr_scheduler_step(scheduler, None)
+
         self.local_steps = LocalSteps(
             trainer.accumulate_grad_batches,
             by_step,
-            lambda scheduler: module.lr_scheduler_step(scheduler, None),
+            step,
             None if module.automatic_optimization else self.lr_scheduler_configs,
         )
         trainer.accumulate_grad_batches = 1
@@ -283,27 +294,35 @@ class FederatedStrategy(RanksStrategy):
         cohort, trainer = require_begun(federation.round.cohort, "a batch"), federation.module.trainer
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
         trainer.accumulate_grad_batches = 1
-        loop = trainer.fit_loop
-        whole, loop.max_batches = loop.max_batches, len(cohort)  # `trainer.num_training_batches`
-        by_round, self.lr_scheduler_configs = self.lr_scheduler_configs, self._schedules  # `self.lr_schedulers()`
-        try:
+        if cohort.last_batch:
+            self.local_steps.begin_last_batch()
+        with self.counters.client():
             return federation.trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
-        finally:
-            loop.max_batches, self.lr_scheduler_configs = whole, by_round
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        trainer = self.federation.trainer
-        with trainer.drawing() if isinstance(trainer, SequentialTrainer) else nullcontext():
-            return super().backward(*args, **kwargs)
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        trainer, counters, plugin = self.federation.trainer, self.counters, self.precision_plugin
+        module = self.federation.module
+        drawing = trainer.drawing() if isinstance(trainer, SequentialTrainer) else nullcontext()
+        with drawing, counters.totals():
+            loss = plugin.pre_backward(closure_loss, module)
+            with counters.client():  # `backward` may be the module's own, and activations may be computed once more
+                plugin.backward(loss, module, optimizer, *args, **kwargs)
+            return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
-        federation, local, step = self.federation, self.local_steps, super().optimizer_step
+        with self.counters.totals():
+            return self._take_step(optimizer, closure, partial(super().optimizer_step, model=model, **kwargs))
+
+    def _take_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Optimizer, Callable[[], Any]], Any]
+    ) -> Any:
+        federation, local = self.federation, self.local_steps
         cohort = require_begun(federation.round.cohort, "a batch")
         gather = local.next(optimizer, closure, cohort.active, cohort.last_batch)
         if not local.complete:
             return gather()
-        result = federation.trainer.optimizer_step(lambda: step(optimizer, gather, model, **kwargs), local.active)
+        result = federation.trainer.optimizer_step(lambda: step(optimizer, gather), local.active)
         if local.by_hand is not None:
             return result
         (own,) = federation.optimizers  # of a module that leaves its steps to Lightning
@@ -320,6 +339,16 @@ class FederatedStrategy(RanksStrategy):
             self.optimizers = wanted
 
     # Checkpoints.
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint. A hook that saves one within a client's round saves the counters of all clients, too."""
+        with self.counters.totals():
+            trainer = self.federation.module.trainer
+            checkpoint["global_step"] = trainer.global_step
+            checkpoint["loops"]["fit_loop"] = trainer.fit_loop.state_dict()
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is False:

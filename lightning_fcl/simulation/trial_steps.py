@@ -177,12 +177,18 @@ class TrialSteps:
         cohort.received = [self._state]
         self._round.cohort, self._round.cohorts = cohort, type(self._round.cohorts)([cohort])
         federation.trainer.begin(clients, [self._state], [memories], [{}])
-        for cohort.step, batch in enumerate(self._batches[row]):
-            self._step(batch, cohort.step)
-        for listener in self._callbacks:
-            if isinstance(listener, ListensToClients):
-                listener.on_client_end(self._trainer, module, part)
-        restore()
+        counters = federation.strategy.counters
+        counters.begin(self._trainer, cohort)
+        try:
+            for cohort.step, batch in enumerate(self._batches[row]):
+                self._step(batch, cohort.step)
+            for listener in self._callbacks:
+                if isinstance(listener, ListensToClients):
+                    with counters.client():
+                        listener.on_client_end(self._trainer, module, part)
+        finally:
+            counters.end()
+            restore()
         return {name: value.detach().clone() for name, value in entries(module).items()}
 
     def _step(self, samples: Batch, number: int) -> None:
@@ -204,9 +210,10 @@ class TrialSteps:
         self._call("on_train_batch_end", output, batch, number)
 
     def _call(self, hook: str, *args: Any) -> None:
-        for callback in self._callbacks:
-            getattr(callback, hook)(self._trainer, self._module, *args)
-        getattr(self._module, hook)(*args)
+        with self._federation.strategy.counters.client():
+            for callback in self._callbacks:
+                getattr(callback, hook)(self._trainer, self._module, *args)
+            getattr(self._module, hook)(*args)
 
     # Attributes that reach the server.
 

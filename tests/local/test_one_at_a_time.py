@@ -161,14 +161,19 @@ class DrawsNoise(Step):
         return loss + F.cross_entropy(self(x + 0.1 * torch.randn_like(x)), y)
 
 
-class CountsAll(Step):
-    def change(self, loss, x, y, batch_idx):
-        return loss / (1 + self.global_step)
-
-
 class CountsBatches(Step):
     def change(self, loss, x, y, batch_idx):
         return loss * (batch_idx + 1) / self.trainer.num_training_batches
+
+
+class EndsGently(Step):
+    def change(self, loss, x, y, batch_idx):
+        return loss / 2 if self.trainer.is_last_batch else loss
+
+
+class Cycles(Step):
+    def change(self, loss, x, y, batch_idx):
+        return loss * (1 + self.global_step / self.trainer.estimated_stepping_batches)
 
 
 class WarmsUp(Step):
@@ -235,8 +240,9 @@ REASONS = {
     WritesPassingBuffer: Reason.STATE,
     DrawsByPython: Reason.OTHER_RANDOM,
     DrawsNoise: Reason.RANDOM,
-    CountsAll: Reason.NOT_REPEATABLE,
     CountsBatches: Reason.NOT_REPEATABLE,
+    EndsGently: Reason.NOT_REPEATABLE,
+    Cycles: Reason.NOT_REPEATABLE,
     WarmsUp: Reason.CHANGES_OPTIMIZER,
     Skips: Reason.NO_LOSS,
     Freezes: Reason.STATE,

@@ -33,9 +33,14 @@ class Stop(Callback):
 
     def __init__(self, act, batch=5):
         self.act, self.batch = act, batch
+        self.ended = -1  # number of the last batch in its round, over all clients
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.ended = -1
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if self.act is not None and (trainer.current_epoch, batch_idx) == (1, self.batch):
+        self.ended += 1
+        if self.act is not None and (trainer.current_epoch, self.ended) == (1, self.batch):
             act, self.act = self.act, None
             act(trainer)
 

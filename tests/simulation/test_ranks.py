@@ -241,6 +241,73 @@ class Odd(nn.Linear):
         return super().forward(x) * (1 + self.average)
 
 
+def places(trainer):
+    """Where a process of the Trainer is."""
+    module = trainer.lightning_module
+    ranks = (trainer.global_rank, trainer.local_rank, trainer.node_rank, module.global_rank, module.local_rank)
+    return *ranks, trainer.num_devices, len(trainer.device_ids), trainer.num_nodes, trainer.world_size
+
+
+class AsksWhere(Callback):
+    """Multiplies gradients by where the process is, and by the client's counters."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.factor = 1 / (1 + trainer.global_step) + sum(places(trainer)) + (not trainer.is_global_zero)
+        for parameter in pl_module.parameters():
+            parameter.grad *= self.factor / 3
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 / (trainer.num_devices + trainer.global_step + trainer.fit_loop.total_batch_idx)
+
+
+class SaysWhere(Own):
+    """Saves once, and tells where its process is, at the end of each epoch."""
+
+    def __init__(self, folder, automatic=True):
+        super().__init__()
+        self.folder, self.automatic_optimization = folder, automatic
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx) * sum(places(self.trainer)) * (1 + self.global_step)
+        if self.automatic_optimization:
+            return loss
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+    def on_train_epoch_end(self):
+        if self.global_rank == 0:
+            with open(self.folder / "saved", "a") as file:
+                file.write(".")
+        rank, devices = self.trainer.global_rank, self.trainer.num_devices
+        found = [self.trainer.local_rank, self.trainer.is_global_zero, self.trainer.global_step]
+        (self.folder / f"{self.current_epoch}-{rank}").write_text(f"{devices} {found}")
+
+
+@pytest.mark.seconds
+@pytest.mark.may(
+    "ask for `trainer.num_devices`, `global_rank` or `is_global_zero`",
+    "in a client's batches they are those of one process; at the end of an epoch, of the real ones",
+)
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_client_s_hooks_see_one_process_and_those_of_an_epoch_all(ranks, make_stream, tmp_path, automatic):
+    found = []
+    for number in (1, 2, 3):
+        folder = tmp_path / f"on {number}"
+        folder.mkdir()
+        stream = make_stream(partition="dirichlet", clients=6, experiences=1, rounds_per_experience=2, drop_last=True)
+        callbacks = [AsksWhere()] if automatic else []
+        found.append(ranks(number, SaysWhere(folder, automatic), stream, callbacks, cohort_size=1)[0])
+        assert (folder / "saved").read_text() == ".."
+        for epoch in (0, 1):
+            told = [(folder / f"{epoch}-{rank}").read_text() for rank in range(number)]
+            steps = {text.split(", ")[2] for text in told}
+            assert len(steps) == 1  # of all processes
+            assert told == [f"{number} [{rank}, {rank == 0}, {steps.copy().pop()}" for rank in range(number)]
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.seconds
 def test_a_rank_without_clients_waits_for_the_others(alike, make_task, make_stream):
     swarm = Swarm(leaves={"1": 1})

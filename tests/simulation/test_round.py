@@ -68,7 +68,7 @@ def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_
             seen.append(("start", trainer.strategy.client_round.client))
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if not trainer.is_last_batch:
+            if trainer.strategy.client_round is not None:  # not the round's last batch
                 seen.append(("hook", trainer.strategy.client_round.client))
 
     fit(make_task(), make_stream(experiences=1), [Watch()], cohort_size=1, local_epochs=2)

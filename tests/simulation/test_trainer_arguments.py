@@ -160,17 +160,20 @@ def test_rounds_between_validations(fit, make_stream, make_task):
 @pytest.mark.argument("log_every_n_steps", "honoured: of the batches of all clients; those side by side are one")
 @COHORTS
 def test_steps_between_logs(fit, make_stream, make_task, tmp_path, cohort_size):
-    logger = CSVLogger(tmp_path, "", "")
+    logger, seen = CSVLogger(tmp_path, "", ""), []
 
     class Log(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
-            pl_module.log("batch", float(trainer.fit_loop.epoch_loop.total_batch_idx))
+            seen.append(trainer.global_step)
+            pl_module.log("batch", float(len(seen) - 1))
 
     arguments = {"logger": logger, "log_every_n_steps": 3}
     trainer = fit(make_task(), make_stream(), [Log()], trainer_args=arguments, cohort_size=cohort_size)
     lines = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
-    column = lines[0].index("batch")
-    assert [float(line[column]) for line in lines[1:] if line[column]] == [*range(2, trainer.global_step, 3)]
+    batch, step = lines[0].index("batch"), lines[0].index("step")
+    logged = [(float(line[batch]), int(line[step])) for line in lines[1:] if line[batch]]
+    assert logged == [(n, n) for n in range(2, trainer.global_step, 3)]
+    assert len(seen) == trainer.global_step > max(seen)  # hooks see the client's steps
 
 
 @pytest.mark.argument("enable_checkpointing", "honoured: one after each round, of the server's state")

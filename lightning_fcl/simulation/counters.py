@@ -1,0 +1,213 @@
+"""The Trainer's counters of batches and steps: those of the client that trains, and those of all clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as L
+
+from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.local.loop_counts import Count, batch_counts, step_counts
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.cohort import Cohort
+    from lightning_fcl.simulation.strategy import FederatedStrategy
+
+TRAINING: dict[L.Trainer, ClientCounters] = {}
+"""The Trainers in which clients train, and the clients' counters."""
+
+_SAME: AbstractContextManager[None] = nullcontext()
+
+
+class ClientCounters:
+    """The counters that the module's hooks and users' callbacks see while a client trains.
+
+    The counters start at 0 with each client, as in a new Trainer that has only that client's data. Lightning's loops
+    and bookkeeping use the counters of all clients. This object switches between the two: the counters of all clients
+    stand in the Trainer, except within `client`. What is counted within `client` counts for all clients, too.
+
+    Clients of one vectorized step share their counters. The number of batches is that of the client with most batches.
+
+    Args:
+        strategy: The strategy of the Trainer.
+
+    Attributes:
+        shown: Whether the client's counters stand in the Trainer.
+        batches: Number of the client's batches in the round, while they do.
+    """
+
+    def __init__(self, strategy: FederatedStrategy) -> None:
+        self.shown, self.batches = False, 0
+        self._strategy = strategy
+        self._cohort: Cohort | None = None
+        self._trainer: L.Trainer
+        self._starts: list[tuple[Count, Count]] = []  # each counter, and its values when the clients began
+        self._offsets: list[tuple[Count, Count]] = []  # what was subtracted from each counter
+        self._before: tuple[Any, ...] = ()
+        self._client, self._totals = _Switch(self.show, self.hide), _Switch(self.hide, self.show)
+
+    @property
+    def batch_idx(self) -> int:
+        """Number of the client's current batch in the round, from 0."""
+        return self._cohort.step if self._cohort is not None else 0
+
+    @property
+    def steps(self) -> bool:
+        """Whether the optimizer steps after the current batch, and not only accumulates gradients."""
+        every = self._strategy.local_steps.every
+        return self._cohort is None or self._cohort.last_batch or (self._cohort.step + 1) % every == 0
+
+    def begin(self, trainer: L.Trainer, cohort: Cohort) -> None:
+        """Start the counters of the clients that train from here on."""
+        self.end()
+        counts = [*batch_counts(trainer), *step_counts(trainer)]
+        self._trainer, self._cohort, self._starts = trainer, cohort, [(count, dict(count)) for count in counts]
+        TRAINING[trainer] = self
+
+    def end(self) -> None:
+        """Leave the clients: only the counters of all clients exist from here on."""
+        self.hide()
+        if self._cohort is not None:
+            del TRAINING[self._trainer]
+        self._cohort, self._starts = None, []
+
+    def client(self) -> AbstractContextManager[None]:
+        """Temporarily show the client's counters, and one process, if a client trains."""
+        return _SAME if self.shown or self._cohort is None else self._client
+
+    def totals(self) -> AbstractContextManager[None]:
+        """Temporarily show the counters of all clients, and all processes."""
+        return self._totals if self.shown else _SAME
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """Temporarily show the client's counters as they are after the optimizer step that is being taken."""
+        counts = step_counts(self._trainer)
+        for count in counts:
+            count["completed"] += 1
+        try:
+            with self.client():
+                yield
+        finally:
+            for count in counts:
+                count["completed"] -= 1
+
+    @contextmanager
+    def after_client(self, batches: int) -> Iterator[None]:
+        """Temporarily show the counters of a client that has ended its training, after its number of batches."""
+        self.show(batches, one_process=False)
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def count_steps(self, number: int) -> None:
+        """Count the optimizer steps of other processes, which are not the client's."""
+        count = step_counts(self._strategy.federation.module.trainer)[0]
+        for counted in (count, *(start for own, start in self._starts if own is count)):
+            counted["ready"] += number
+            counted["completed"] += number
+
+    def step_together(self, ranks: Ranks, before: int) -> None:
+        """Count the steps that all processes have taken since ``before``, the counter when the round began."""
+        mine = self._strategy.federation.module.trainer.global_step - before
+        self.count_steps(sum(ranks.share(mine)) - mine)
+
+    def show(self, batches: int | None = None, one_process: bool = True) -> None:
+        """Let the client's counters stand in the Trainer."""
+        if self.shown or self._cohort is None:
+            return
+        trainer, strategy, fit, every = self._trainer, self._strategy, self._trainer.fit_loop, self._every
+        loop, number = fit.epoch_loop, len(self._cohort) if batches is None else batches
+        self._offsets = self._starts if every == 1 and batches is None else self._offsets_of(number)
+        _subtract(self._offsets)
+        progress = loop.batch_progress
+        self._before = (
+            fit.max_batches,
+            loop.max_steps,
+            progress.is_last_batch,
+            trainer.accumulate_grad_batches,
+            strategy.lr_scheduler_configs,
+        )
+        self.batches = number
+        fit.max_batches, loop.max_steps = number, -(-number // every)  # of which `estimated_stepping_batches` is made
+        progress.is_last_batch = self._cohort.last_batch
+        trainer.accumulate_grad_batches = every
+        strategy.lr_scheduler_configs = strategy.schedules
+        strategy.shows_one_process = one_process
+        self.shown = True
+
+    def hide(self) -> None:
+        """Let the counters of all clients stand in the Trainer."""
+        if not self.shown:
+            return
+        trainer, strategy, fit = self._trainer, self._strategy, self._trainer.fit_loop
+        for count, offset in self._offsets:
+            for name, number in offset.items():
+                count[name] += number
+        (
+            fit.max_batches,
+            fit.epoch_loop.max_steps,
+            fit.epoch_loop.batch_progress.is_last_batch,
+            trainer.accumulate_grad_batches,
+            strategy.lr_scheduler_configs,
+        ) = self._before
+        strategy.shows_one_process = self.shown = False
+
+    @property
+    def _every(self) -> int:
+        return self._strategy.local_steps.every
+
+    def _offsets_of(self, batches: int) -> list[tuple[Count, Count]]:
+        """What to subtract from the counters so that they count this many batches, and the steps taken for them."""
+        assert self._cohort is not None
+        beyond = len(self._cohort) - batches  # batches of clients with more of them
+        of_batches, of_steps = self._starts[:2], self._starts[2:]
+        offsets = [(count, {name: number + beyond for name, number in start.items()}) for count, start in of_batches]
+        for count, start in of_steps:
+            counted = {name: count[name] - number - beyond for name, number in start.items()}
+            offsets.append((count, {name: count[name] - self._steps_after(n, batches) for name, n in counted.items()}))
+        return offsets
+
+    def _steps_after(self, counted: int, batches: int) -> int:
+        return -(-batches // self._every) if counted == batches else counted // self._every
+
+
+class _Switch:
+    """A context manager that calls one function on entry and another one on exit, and can be used again."""
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
+
+    def __enter__(self) -> None:
+        self._enter()
+
+    def __exit__(self, *error: object) -> None:
+        self._leave()
+
+
+def _subtract(offsets: list[tuple[Count, Count]]) -> None:
+    for count, offset in offsets:
+        for name, number in offset.items():
+            count[name] -= number
+
+
+def note_progress(trainer: L.Trainer) -> Callable[[], None]:
+    """Note a Trainer's counters at the start of an epoch. The function that is returned restores them."""
+    epochs, loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
+    optimizer = loop.automatic_optimization.optim_progress.optimizer
+    counters = [epochs, loop.batch_progress, loop.scheduler_progress, optimizer.step, optimizer.zero_grad]
+    counters.append(loop.manual_optimization.optim_step_progress)
+    counts = [vars(part) for counter in counters for part in (counter.current, counter.total)]
+    counts.append(vars(loop.batch_progress))
+    before = [dict(count) for count in counts]
+
+    def restore() -> None:
+        for count, then in zip(counts, before, strict=True):
+            count.update(then)
+        epochs.current.ready -= 1
+        epochs.total.ready -= 1
+
+    return restore
