@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.local.contents import Change, Content, Kind, Names, kind_of
 
-_INTERNAL = frozenset(vars(L.LightningModule()))
+INTERNAL = frozenset(vars(L.LightningModule()))
 _BY_CLIENT = frozenset({"state", "param_groups", "defaults"})  # of an optimizer: they begin anew elsewhere
-_CONSTANT = (
+CONSTANT = (
     *(type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
 )
 # What is no state of a client, by the package of its class or of a parent: what Lightning and this library run by, what
 # gathers over a round, data, and ways to the outside.
-_LEFT_ALONE = (
+LEFT_ALONE = (
     *("lightning.", "lightning_fcl.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit."),
     *("torch.utils.", "logging", "threading", "_thread", "queue", "socket", "asyncio", "concurrent.", "_io", "tqdm."),
     *("multiprocessing", "rich.", "matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml."),
@@ -122,6 +122,14 @@ class LooseState:
             _undo([change for change in self._left if change.is_shown()])
             self._shown = False
 
+    def gather(self, value: list[Any], items: list[Any]) -> bool:
+        """Replace the items that clients of this round have appended to a list. Return whether the list is a record."""
+        found = (part for part in self._parts if isinstance(part, Content) and part.value is value)
+        record = next(found, None)
+        if record is not None:
+            record.gather(items)
+        return record is not None
+
     def _changes(self) -> Iterator[Change]:
         for part in self._parts:
             yield from part.changes()
@@ -159,13 +167,13 @@ class LooseState:
         todo = list(named)
         while todo:
             name, value = todo.pop()
-            if isinstance(value, _CONSTANT) or id(value) in self._seen:
+            if isinstance(value, CONSTANT) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
             kind = kind_of(value)
             if isinstance(value, nn.Module):
                 todo += self._network(name, value)
-            elif kind is not None or not _is_of(value, _LEFT_ALONE):
+            elif kind is not None or not is_of(value, LEFT_ALONE):
                 todo += self._value(name, value, kind)
 
     def _network(self, name: str, network: nn.Module) -> list[tuple[str, Any]]:
@@ -176,9 +184,9 @@ class LooseState:
             self._modes.append((prefix, part, part.training))
             learning = {n: p for n, p in own["_parameters"].items() if p is not None}
             self._learn += [(f"{prefix}{n}", p, p.requires_grad) for n, p in learning.items()]
-            if type(part).__module__.startswith("lightning_fcl.") or _is_of(part, ("torchmetrics.",)):
+            if type(part).__module__.startswith("lightning_fcl.") or is_of(part, ("torchmetrics.",)):
                 continue
-            found += self._names(prefix, own, _INTERNAL)
+            found += self._names(prefix, own, INTERNAL)
             for values in (own["_buffers"], own["_parameters"], own["_modules"]):
                 kept = {name for name, value in values.items() if value is None or id(value) in self._state}
                 found += self._names(prefix, values, kept, attributes=False)
@@ -212,5 +220,5 @@ def _undo(changes: Iterable[Change]) -> None:
         change.undo()
 
 
-def _is_of(value: object, packages: tuple[str, ...]) -> bool:
+def is_of(value: object, packages: tuple[str, ...]) -> bool:
     return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)

@@ -28,6 +28,7 @@ from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
 from lightning_fcl.methods.functional import trainable
+from lightning_fcl.simulation.epoch_states import EpochStates
 from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Federation:
         placement: Whose clients train where; None before a fit.
         trainer: Who trains the clients.
         why_one_at_a_time: Why they do not train side by side; None where they do.
+        epoch_states: Metrics, lists and counters that processes merge when a round ends.
         optimizers: The module's optimizers: several only where it optimises by hand.
     """
 
@@ -61,6 +63,7 @@ class Federation:
     placement: Placement | None = None
     trainer: LocalTrainer = field(init=False)
     why_one_at_a_time: str | None = field(init=False, default=None)
+    epoch_states: EpochStates = field(init=False)
     optimizers: list[Optimizer] = field(init=False)
 
     @property
@@ -143,7 +146,7 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
         federation.strategy.ranks,
     )
     federation.optimizers, federation.methods = optimizers, methods_of(trainer)
-    federation.participation.seed = federation.seed
+    federation.participation.seed, federation.epoch_states = federation.seed, EpochStates(ranks)
     check_stream(trainer, stream)
     named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
     server.check_clients(stream.plan.clients, [*named, *federation.participation.named])

@@ -137,6 +137,8 @@ class Round:
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
+        loose = self.loose if isinstance(federation.trainer, SequentialTrainer) else None
+        federation.epoch_states.begin(federation.module, loose)
         self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
         self._watched = any(
             not isinstance(one, LooksAtClients) or one.looks_at_clients(federation.module) for one in self._listeners
@@ -148,6 +150,7 @@ class Round:
         federation = self.federation
         log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
         self.cohort = None
+        federation.epoch_states.undo()
         if self.loose is not None:
             self.loose.settle()
         federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
@@ -170,8 +173,10 @@ class Round:
                 for part, state, own in zip(clients, states, kept, strict=True)
             ]
         federation.strategy.local_steps.begin(federation.optimizers)
+        federation.epoch_states.leave()
         if self.loose is not None:
             self.loose.put_back()
+        federation.epoch_states.enter(self.placement.order.get(clients.clients[0], 0))
         cohort.received = states
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
