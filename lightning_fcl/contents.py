@@ -103,6 +103,7 @@ class Content:
     saved: Any
     gathered: list[Any] = field(default_factory=list)  # what clients have appended to a list
     base: Any = None  # what is there unless something has changed: of a record that is shown, all of it
+    earlier: int = 0  # The number of gathered items of earlier rounds.
 
     def __post_init__(self) -> None:
         self.base = self.saved
@@ -112,7 +113,13 @@ class Content:
         if record is not None and _same_items(self.value, record.base):
             self.saved = self.base = record.saved
             self.gathered = record.gathered
+            self.earlier = len(self.gathered)
             self.value[:] = self.saved
+
+    def gather(self, items: list[Any]) -> None:
+        """Replace the gathered items of this round, and show them."""
+        self.gathered[self.earlier :] = items
+        self.show()
 
     def show(self) -> None:
         """Show what was gathered."""
@@ -126,7 +133,7 @@ class Content:
                 change.undo()
             else:
                 self.saved = self.base = self.kind.copy(self.kind.read(self.value))
-                self.gathered = []
+                self.gathered, self.earlier = [], 0
 
     def changes(self) -> Iterator[Change]:
         """That it is another one, if it is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
@@ -94,53 +94,25 @@ class RoundLog:
         options, self._options = self._options, {}
         if self._ranks.number == 1:
             return
-        states = {name: _states(metric) for name, metric in kept.metrics.items() if metric is not None}
+        metrics = {path: part for path, part in self._module.named_modules() if isinstance(part, Metric)}
+        paths = {id(metric): path for path, metric in metrics.items()}
+        logged = {name: paths.get(id(metric), "") for name, metric in kept.metrics.items() if metric is not None}
         numbers = {name: [(value.cpu(), size) for value, size in found] for name, found in kept.numbers.items()}
-        shared = self._ranks.share((numbers, kept.reductions, states, options))
-        values = {}
-        for name, metric in kept.metrics.items():
-            if metric is not None:
-                values[name] = _merged(name, metric, [theirs[2][name] for theirs in shared if name in theirs[2]])
-                metric.reset()
-            else:
-                every = [one for theirs in shared for one in theirs[0].get(name, [])]
-                values[name] = float(_reduced(every, kept.reductions[name]))
-        every_value: dict[str, float] = {}
-        for theirs in reversed(self._ranks.share(values)):
-            every_value |= theirs  # of each the first process's that has it
-        for name, value in sorted(every_value.items()):
+        shared = self._ranks.share((numbers, kept.reductions, logged, options))
+        values: dict[str, float | Metric] = {}
+        for theirs in shared:
+            # The states of all processes are in a metric. Lightning computes its value, and resets it after the epoch.
+            found = {name: metrics.get(path, kept.metrics.get(name)) for name, path in theirs[2].items()}
+            values |= {name: metric for name, metric in found.items() if metric is not None}
+            for name in theirs[1].keys() - values.keys():
+                every = [one for rank in shared for one in rank[0].get(name, [])]
+                values[name] = float(_reduced(every, theirs[1][name]))
+        for name, value in sorted(values.items()):
             shown = dict(next(theirs[3][name] for theirs in shared if name in theirs[3]))
             if shown.pop("steps"):
                 self._log(f"{name}_epoch", value, on_step=False, on_epoch=True, batch_size=1, **shown)
                 shown = {"logger": False}
             self._log(name, value, on_step=False, on_epoch=True, batch_size=1, **shown)
-
-
-def _states(metric: Metric) -> list[Tensor]:
-    """The states of a metric that processes gather, in its order."""
-    found: list[Tensor] = []
-
-    def keep(value: Tensor, group: Any = None) -> list[Tensor]:
-        found.append(value.detach().cpu())
-        return [value]
-
-    metric.sync(dist_sync_fn=keep, distributed_available=lambda: True)
-    metric.unsync()
-    return found
-
-
-def _merged(name: str, metric: Metric, states: Sequence[Sequence[Tensor]]) -> float:
-    """What a metric comes to by the states of several processes together."""
-    columns = iter(zip(*states, strict=True))
-
-    def gather(value: Tensor, group: Any = None) -> list[Tensor]:
-        return [part.to(value.device) for part in next(columns)]
-
-    metric.sync(dist_sync_fn=gather, distributed_available=lambda: True)
-    compute: Callable[[Metric], Any] = type(metric).compute  # unlike its own, it does not sync, or remember
-    value = float(_one_number(name, compute(metric)))
-    metric.unsync()
-    return value
 
 
 def _one_number(name: str, value: Any) -> Tensor:

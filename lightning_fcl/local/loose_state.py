@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -110,6 +111,14 @@ class LooseState:
         if self._shown:
             _undo([change for change in self._left if change.is_shown()])
             self._shown = False
+
+    def gather(self, value: list[Any], items: list[Any]) -> bool:
+        """Replace the items that clients of this round have appended to a list. Return whether the list is a record."""
+        found = (part for part in self._parts if isinstance(part, Content) and part.value is value)
+        record = next(found, None)
+        if record is not None:
+            record.gather(items)
+        return record is not None
 
     def _changes(self) -> Iterator[Change]:
         for part in self._parts:

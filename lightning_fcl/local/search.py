@@ -15,8 +15,8 @@ from lightning_fcl.contents import CONSTANT, LEFT_ALONE, Change, Content, Kind, 
 
 INTERNAL = frozenset(vars(L.LightningModule()))
 """Attributes of a module that Lightning and torch set."""
-_CONSTANT = (*CONSTANT, types.FunctionType, types.MethodType)
-_LEFT_ALONE = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")  # also this library's parts, and datasets
+NO_STATE = (*CONSTANT, types.FunctionType, types.MethodType)
+NOT_OF_CLIENTS = (*LEFT_ALONE, "lightning_fcl.", "torch.utils.")  # also this library's parts, and datasets
 
 
 class Search:
@@ -60,13 +60,13 @@ class Search:
         todo = list(named)
         while todo:
             name, value = todo.pop()
-            if isinstance(value, _CONSTANT) or id(value) in self._seen:
+            if isinstance(value, NO_STATE) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
             kind = kind_of(value)
             if isinstance(value, nn.Module):
                 todo += self._network(name, value)
-            elif kind is not None or not is_of(value, _LEFT_ALONE):
+            elif kind is not None or not is_of(value, NOT_OF_CLIENTS):
                 todo += self._value(name, value, kind)
             else:
                 self.others.append(name)

@@ -32,6 +32,7 @@ from lightning_fcl.methods.declaration import Declaration, client_of, overriding
 from lightning_fcl.methods.experience import begins_experience, declared, lasting
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.trial import first_rows
+from lightning_fcl.simulation.epoch_states import EpochStates
 from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Federation:
         placement: Whose clients train where; None before a fit.
         trainer: Who trains the clients.
         why_one_at_a_time: The obstacle to vectorized training; None if clients train vectorized.
+        epoch_states: Metrics, lists and counters that processes merge when a round ends.
         optimizers: The module's optimizers: several only where it optimises by hand.
         isolation: State outside the module that training reads. None before the first round and if clients train
             vectorized.
@@ -68,6 +70,7 @@ class Federation:
     placement: Placement | None = None
     trainer: LocalTrainer = field(init=False)
     why_one_at_a_time: Obstacle | None = field(init=False, default=None)
+    epoch_states: EpochStates = field(init=False)
     optimizers: list[Optimizer] = field(init=False)
     isolation: Isolation | None = None
 
@@ -163,7 +166,7 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     )
     federation.optimizers, federation.methods = optimizers, methods_of(trainer)
     federation.isolation = None
-    federation.participation.seed = federation.seed
+    federation.participation.seed, federation.epoch_states = federation.seed, EpochStates(ranks)
     check_stream(trainer, stream)
     if (rows := first_rows(stream)) is not None:
         prepare_reading(stream.samples, rows, stream.seed, warn=ranks.rank == 0)

@@ -194,6 +194,8 @@ class FitHooks(Callback):
         if not self.strategy.local_steps.first:
             trainer.accumulate_grad_batches = batch_idx + 1  # no divisor of this batch's number; back to 1 in its step
         require_begun(self._logs, "a fit").train(batch)
+        if self.federation.round.cohort is not None:
+            self.federation.epoch_states.watch(self.federation.round.cohort.step)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
@@ -243,6 +245,8 @@ class FitHooks(Callback):
                 f"{trainer.current_epoch} by -1, before its last client. To leave out a client's batches, set "
                 "`limit_train_batches`, or return a loss of zero from `training_step`."
             )
+        if self.strategy.round is not None:
+            self.federation.epoch_states.meet()
 
     def _forget_logs(self) -> None:
         if self._logs is not None:

@@ -151,6 +151,8 @@ class Round:
         if isinstance(federation.trainer, SequentialTrainer):
             federation.isolation = federation.isolation or isolation_of(self)
             self.loose = _loose_state(federation, self.loose)
+        loose = self.loose if isinstance(federation.trainer, SequentialTrainer) else None
+        federation.epoch_states.begin(federation.module, loose)
         self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
         self._watched = any(
             not isinstance(one, LooksAtClients) or one.looks_at_clients(federation.module) for one in self._listeners
@@ -163,6 +165,7 @@ class Round:
         log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
         self.cohort = None
         federation.strategy.counters.end()
+        federation.epoch_states.undo()
         if self.loose is not None:
             self.loose.settle()
         federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
@@ -184,9 +187,11 @@ class Round:
                 for part, state, own in zip(clients, states, kept, strict=True)
             ]
         federation.strategy.local_steps.begin(federation.optimizers)
+        federation.epoch_states.leave()
         if self.loose is not None:
             self.loose.put_back()
         cohort.received, cohort.kept = states, before
+        federation.epoch_states.enter(self.placement.order.get(clients.clients[0], 0))
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
     def _beginning(self, method: Declaration, part: ClientRound, state: State, kept: ClientState) -> Client:

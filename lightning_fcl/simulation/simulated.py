@@ -126,6 +126,7 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
     record = federation.server.record
     round.cohort = None
     federation.strategy.local_steps.end_round(federation.optimizers, ranks=round.placement.ranks)
+    federation.epoch_states.leave()
     if round.loose is not None:
         round.loose.end_clients()
     round.placement.meet(federation.server)
@@ -148,6 +149,7 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
             listener.on_round_end(federation.module.trainer, federation.module)
     if round.loose is not None:
         round.loose.go_on()
+    federation.epoch_states.resume()
 
 
 @torch.no_grad()

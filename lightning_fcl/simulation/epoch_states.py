@@ -1,0 +1,167 @@
+"""State that users read at the end of an epoch, merged over the clients of all processes."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fcl.contents import is_of
+from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.errors import listed
+from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.local.loose_state import LooseState
+from lightning_fcl.local.search import INTERNAL, NO_STATE, NOT_OF_CLIENTS
+from lightning_fcl.simulation.metric_states import RoundMetrics, is_mergeable
+from lightning_fcl.simulation.round_attributes import MODULE, Name, RoundAttributes
+
+log = logging.getLogger(__name__)
+
+_OTHERS = ("torch.", "torchmetrics.", "lightning.", "lightning_fcl.")  # modules without attributes of a user
+
+
+class EpochStates:
+    """Metrics, lists and counters of the module and of callbacks that all ranks merge when a round ends.
+
+    Each rank trains other clients. During a round the class records what each group of clients contributes that trains
+    at the same time. When the round ends, every rank adds the groups of all ranks in the order in which one process
+    trains them. Between rounds all ranks have the same state, so that nothing counts twice.
+
+    With one rank the class does nothing.
+
+    Args:
+        ranks: The ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._named: set[str] = set()  # what a warning has named
+        self._ignored: set[Name] = set()  # attributes that cannot be merged
+        self._mergeable: dict[str, bool] = {}  # by path of the metric
+        self._is_first = True  # whether no round has ended
+        self._last: int | None = None  # the group that has trained last
+        self._metrics: RoundMetrics | None = None
+        self._attributes: RoundAttributes | None = None
+
+    def begin(self, module: L.LightningModule, loose: LooseState | None) -> None:
+        """Begin a round, after the hooks that start the epoch.
+
+        Args:
+            module: The module.
+            loose: The state of the module that is set back for each client. None: there is none.
+        """
+        if self._ranks.number == 1:
+            return
+        metrics, attributes = _find(module)
+        for name, metric in metrics.items():
+            if name not in self._mergeable:
+                self._mergeable[name] = is_mergeable(metric)
+        self._metrics = RoundMetrics({name: metric for name, metric in metrics.items() if self._mergeable[name]})
+        self._attributes = RoundAttributes(attributes, self._ignored, self._is_first, loose, module.device)
+        self._last = None
+
+    def enter(self, group: int) -> None:
+        """Begin or continue the local training of a group of clients, by its number in the round."""
+        if self._metrics is not None:
+            self.leave()
+            self._last = group
+            self._metrics.enter(group)
+        if self._attributes is not None:
+            self._attributes.enter(group)
+
+    def leave(self) -> None:
+        """End or interrupt the local training of the group of clients: hooks that follow run on every rank."""
+        if self._metrics is not None:
+            self._metrics.leave()
+        if self._attributes is not None:
+            self._attributes.leave()
+
+    def resume(self) -> None:
+        """Continue with the last group, whose last batch has not ended, after hooks that run on every rank."""
+        if self._last is not None:
+            self.enter(self._last)
+
+    def watch(self, step: int) -> None:
+        """Look at the state before a batch, the number of which is ``step`` among the batches of the group."""
+        if self._metrics is not None:
+            self._metrics.watch()
+        if self._attributes is not None and step == 1:
+            self._attributes.watch()
+
+    def undo(self) -> None:
+        """Forget the clients of a round that was interrupted."""
+        self.leave()
+        self._metrics = self._attributes = self._last = None
+
+    def meet(self) -> None:
+        """Merge the states of all ranks, once a round. All ranks call this at the same time."""
+        metrics, attributes = self._metrics, self._attributes
+        if metrics is None or attributes is None:
+            return
+        self.undo()
+        shared = self._ranks.share((metrics.contributions(), attributes.contributions(), self._ignored))
+        self._ignored |= set[Name]().union(*(theirs[2] for theirs in shared))
+        metrics.merge(dict(sorted(group for theirs in shared for group in theirs[0].items())))
+        attributes.merge(dict(sorted(group for theirs in shared for group in theirs[1].items())))
+        self._warn()
+        self._is_first = False
+
+    def _warn(self) -> None:
+        found = {f"{path}.{name}" for path, name in self._ignored}
+        found |= {name for name, mergeable in self._mergeable.items() if not mergeable}
+        new = sorted(found - self._named)
+        self._named |= found
+        if new and self._ranks.rank == 0:
+            log.warning(
+                "Did not merge `%s` over %d processes: at the end of an epoch each process has the values of its own "
+                "clients. Use a torchmetrics metric whose states have a `dist_reduce_fx`, a list to which training "
+                "appends, or an integer that only grows, or gather values with `trainer.strategy.ranks.share`.",
+                listed(new).replace(", ", "`, `"),
+                self._ranks.number,
+            )
+
+
+def _find(module: L.LightningModule) -> tuple[dict[str, Metric], dict[str, dict[str, Any]]]:
+    """Return the metrics of a module and of its Trainer's callbacks by path, and the attributes of users' objects."""
+    metrics: dict[str, Metric] = {}
+    attributes: dict[str, dict[str, Any]] = {}
+    callbacks = callbacks_of(module.trainer)
+    kinds = [type(callback).__name__ for callback in callbacks]
+    repeats = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
+    names = [f"{kind}[{repeat}]" if repeat else kind for kind, repeat in zip(kinds, repeats, strict=True)]
+    todo: list[tuple[str, object]] = [*zip(names, callbacks, strict=True), (MODULE, module)]
+    seen: set[int] = set()
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, (*NO_STATE, Tensor)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            todo += [(f"{path}[{key!r}]", part) for key, part in value.items()]
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            todo += [(f"{path}[{place}]", part) for place, part in enumerate(value)]
+        elif isinstance(value, nn.Module):
+            todo += [(f"{path}.{name}", part) for name, part in value.named_children()]
+            if isinstance(value, Metric):
+                if not set(value.metric_state) & set(value.state_dict()):  # Persistent states are the server's.
+                    metrics[path] = value
+            elif not type(value).__module__.startswith(_OTHERS):
+                own = {name: part for name, part in vars(value).items() if name not in INTERNAL}
+                attributes[path] = vars(value)
+                todo += [(f"{path}.{name}", part) for name, part in own.items()]
+        elif isinstance(value, Callback) or (hasattr(value, "__dict__") and not is_of(value, NOT_OF_CLIENTS)):
+            if not isinstance(value, Callback) or _is_users(value):
+                attributes[path] = vars(value)
+            todo += [(f"{path}.{name}", part) for name, part in vars(value).items()]
+    return metrics, attributes
+
+
+def _is_users(callback: Callback) -> bool:
+    """Whether all attributes of a callback are a user's: none of its classes but `Callback` is Lightning's or ours."""
+    packages = ("lightning.", "lightning_fcl.")
+    return not any(kind.__module__.startswith(packages) for kind in type(callback).__mro__ if kind is not Callback)

@@ -1,0 +1,167 @@
+"""Lists and counters that grow while clients train: what clients have added, and all of it put together."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from lightning_fcl.contents import kind_of
+
+_DEEPEST = 4  # dicts within dicts
+_NEW = (dict, Counter)  # types of dicts that can be made without their entries
+_ABSENT = object()
+
+
+class Snapshot(NamedTuple):
+    """A value as it was: the object, and a copy of its content if the object can change."""
+
+    value: Any
+    content: Any = None
+
+
+class Count(int):
+    """The number by which a counter has grown."""
+
+
+class Items(list[Any]):
+    """The items that were appended to a list."""
+
+
+class Entries(NamedTuple):
+    """The changes of the entries of a dict by key, and the type of the dict."""
+
+    parts: dict[Hashable, Any]
+    kind: type
+
+
+class Added(NamedTuple):
+    """A value under a key of a dict that was not there before."""
+
+    value: Any
+
+
+class Changed:
+    """A change that cannot be merged: a value was replaced, or a counter has decreased."""
+
+
+Change = Count | Items | Entries | Added | Changed
+
+
+def snapshot(value: Any, copies: bool, depth: int = 0) -> Snapshot:
+    """Return a snapshot of a value.
+
+    Args:
+        value: The value.
+        copies: Whether to copy tensors, arrays, sets and deques as well, to find out whether they change in place.
+        depth: The number of dicts that hold the value.
+    """
+    if isinstance(value, list):
+        return Snapshot(value, value.copy())
+    if isinstance(value, dict) and depth < _DEEPEST:
+        return Snapshot(value, {key: snapshot(part, copies, depth + 1) for key, part in value.items()})
+    if copies and isinstance(value, Tensor | np.ndarray | set | deque) and (kind := kind_of(value)) is not None:
+        return Snapshot(value, kind.copy(kind.read(value)))
+    return Snapshot(value)
+
+
+def change(before: Snapshot | None, now: Any) -> Change | None:
+    """Return how a value differs from its snapshot. None: it does not.
+
+    Args:
+        before: The snapshot. None: there was no value.
+        now: The value.
+    """
+    value, content = before if before is not None else Snapshot(_ABSENT)
+    if isinstance(now, dict) and (value is now or (value is _ABSENT and type(now) in _NEW)):
+        return _entries(content or {}, now)
+    if isinstance(now, list) and (value is now or value is _ABSENT):
+        return _items(content or [], now)
+    if _is_count(now) and (value is _ABSENT or _is_count(value)):
+        grown = now - (0 if value is _ABSENT else value)
+        return Changed() if grown < 0 else Count(grown) if grown or value is _ABSENT else None
+    if value is _ABSENT:
+        return Added(now)
+    if value is not now:
+        return None if _is_equal(value, now) else Changed()
+    kind = kind_of(value) if content is not None else None
+    return None if kind is None or kind.same(kind.read(now), content) else Changed()
+
+
+def joined(changes: Iterable[Change]) -> Change:
+    """Return one change for those of several clients, in their order."""
+    first, *others = changes
+    for other in others:
+        if isinstance(first, Count) and isinstance(other, Count):
+            first = Count(first + other)
+        elif isinstance(first, Items) and isinstance(other, Items):
+            first = Items([*first, *other])
+        elif isinstance(first, Entries) and isinstance(other, Entries):
+            mine = first.parts
+            both = {key: joined([mine[key], part]) if key in mine else part for key, part in other.parts.items()}
+            first = Entries({**mine, **both}, first.kind)
+        else:
+            return Changed()
+    return first
+
+
+def is_merged(found: Change | None) -> bool:
+    """Return whether a change can be merged with those of other clients."""
+    if isinstance(found, Entries):
+        return all(map(is_merged, found.parts.values()))
+    return not isinstance(found, Changed)
+
+
+def apply(before: Snapshot | None, found: Change, extend: Callable[[list[Any], list[Any]], None]) -> Any:
+    """Return a value as it was, with a change; containers are changed in place.
+
+    Args:
+        before: The snapshot of the value. None: there was no value.
+        found: The change.
+        extend: Sets the items of a list, of which the first argument is the list and the second the items that
+            clients have appended to the items of the snapshot.
+    """
+    value, content = before if before is not None else Snapshot(_ABSENT)
+    if isinstance(found, Count):
+        return int(found) + (0 if value is _ABSENT else value)
+    if isinstance(found, Items):
+        if value is _ABSENT:
+            return list(found)
+        value[:] = content
+        extend(value, found)
+        return value
+    if isinstance(found, Entries):
+        target = found.kind() if value is _ABSENT else value
+        for key in found.parts.keys() - (content or {}).keys():
+            target.pop(key, None)  # The keys of all clients come in the clients' order.
+        for key, part in found.parts.items():
+            target[key] = apply((content or {}).get(key), part, extend)
+        return target
+    assert isinstance(found, Added)
+    return found.value
+
+
+def _entries(before: dict[Hashable, Snapshot], now: dict[Hashable, Any]) -> Change | None:
+    if before.keys() - now.keys():
+        return Changed()
+    parts = {key: change(before.get(key), value) for key, value in now.items()}
+    found = {key: part for key, part in parts.items() if part is not None}
+    return Entries(found, type(now)) if found else None
+
+
+def _items(before: list[Any], now: list[Any]) -> Change | None:
+    if len(now) < len(before) or any(one is not other for one, other in zip(before, now, strict=False)):
+        return Changed()
+    return Items(now[len(before) :]) if len(now) > len(before) else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_equal(one: object, other: object) -> bool:
+    """Whether two values are equal numbers or strings: others are only equal if they are one object."""
+    return type(one) is type(other) and isinstance(one, bool | float | str) and one == other

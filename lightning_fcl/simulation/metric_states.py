@@ -1,0 +1,188 @@
+"""States of torchmetrics metrics: read, replaced, and merged over clients of several processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean, dim_zero_sum
+from torchmetrics.wrappers import Running
+
+Value = Tensor | list[Any]
+
+
+class MetricState(NamedTuple):
+    """The state of a metric: its values by name, and the number of updates since the last reset.
+
+    Args:
+        values: The values of the states that the metric declares with `add_state`.
+        updates: The number of updates.
+        is_reset: Whether the metric was reset while the clients trained, so that earlier clients do not count.
+    """
+
+    values: dict[str, Value]
+    updates: int
+    is_reset: bool = False
+
+    def on_cpu(self) -> MetricState:
+        """Return the state with its tensors on the CPU, without gradients."""
+        return self._replace(values=apply_to_collection(self.values, Tensor, lambda value: value.detach().cpu()))
+
+
+def state_of(metric: Metric) -> MetricState:
+    """Return the current state of a metric, without a copy."""
+    return MetricState(metric.metric_state, metric._update_count)
+
+
+def default_state(metric: Metric) -> MetricState:
+    """Return the state that a metric has after `reset`."""
+    defaults = metric._defaults.items()
+    return MetricState({n: v.detach().clone() if isinstance(v, Tensor) else [] for n, v in defaults}, 0)
+
+
+def set_state(metric: Metric, state: MetricState) -> None:
+    """Replace the state of a metric, and drop the value that `compute` has cached."""
+    for name, value in state.values.items():
+        is_on_cpu = isinstance(value, list) and metric.compute_on_cpu
+        setattr(metric, name, value if is_on_cpu else apply_to_collection(value, Tensor, Tensor.to, metric.device))
+    metric._update_count, metric._computed = state.updates, None
+
+
+def is_mergeable(metric: Metric) -> bool:
+    """Return whether states of clients that trained apart can be merged to the state of all of them.
+
+    Tensors whose ``dist_reduce_fx`` is None are stacked, as torchmetrics stacks those of several processes. The metric
+    has to reduce the stack in `compute`, which is tried on two default states.
+    """
+    if isinstance(metric, Running):  # The window holds the last updates of one process.
+        return False
+    stacked = [name for name, default in metric._defaults.items() if _is_stacked(metric._reductions[name], default)]
+    if not stacked:
+        return True
+    trial, default = metric.clone(), default_state(metric)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            set_state(trial, default._replace(updates=1))
+            alone = torch.as_tensor(trial.compute()).shape
+            set_state(trial, merged(trial, [default._replace(updates=1)] * 2))
+            return torch.as_tensor(trial.compute()).shape == alone
+    except Exception:
+        return False
+
+
+def merged(metric: Metric, states: Sequence[MetricState]) -> MetricState:
+    """Return the state of a metric that has seen all updates of some states, in their order.
+
+    Args:
+        metric: The metric, which says how each state is reduced. It does not change.
+        states: The states, each since the default state.
+    """
+    last_reset = max((place for place, state in enumerate(states) if state.is_reset), default=0)
+    used = [state for state in states[last_reset:] if state.updates]
+    if not used:
+        return default_state(metric)
+    updates = [state.updates for state in used]
+    values = {
+        name: _reduced(reduction, metric._defaults[name], [state.values[name] for state in used], updates)
+        for name, reduction in metric._reductions.items()
+    }
+    return MetricState(values, sum(updates))
+
+
+class RoundMetrics:
+    """Metrics in a round: each group of clients that trains at the same time has states of its own.
+
+    A metric starts anew for each group. Between groups the metric has the state from before the round.
+
+    Args:
+        metrics: The metrics by path.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = metrics
+        self._group: int | None = None  # the group that trains
+        self._shared: dict[str, MetricState] = {}  # without the clients of this round
+        self._states: dict[int, dict[str, MetricState]] = {}  # by group
+        self._updates: dict[str, int] = {}  # when they were last looked at
+        self._reset: set[str] = set()  # metrics that the group has reset
+
+    def enter(self, group: int) -> None:
+        """Begin or continue with a group."""
+        states = self._states.get(group, {})
+        self._group = group
+        self._reset = {name for name, state in states.items() if state.is_reset}
+        for name, metric in self._metrics.items():
+            self._shared[name] = state_of(metric)
+            set_state(metric, states.get(name) or default_state(metric))
+            self._updates[name] = metric.update_count
+
+    def watch(self) -> None:
+        """Find out which metrics the group has reset since the last call."""
+        if self._group is not None:
+            for name, metric in self._metrics.items():
+                if metric.update_count < self._updates[name]:
+                    self._reset.add(name)
+                self._updates[name] = metric.update_count
+
+    def leave(self) -> None:
+        """End or interrupt the group."""
+        if self._group is None:
+            return
+        self.watch()
+        self._states[self._group] = {
+            name: state_of(metric)._replace(is_reset=name in self._reset)
+            for name, metric in self._metrics.items()
+            if metric.update_count or name in self._reset
+        }
+        for name, metric in self._metrics.items():
+            set_state(metric, self._shared[name])
+        self._group = None
+
+    def contributions(self) -> dict[int, dict[str, MetricState]]:
+        """Return the states of the groups of this process, for other processes."""
+        return {group: {name: state.on_cpu() for name, state in own.items()} for group, own in self._states.items()}
+
+    def merge(self, groups: Mapping[int, Mapping[str, MetricState]]) -> None:
+        """Add the states of the groups of all processes, in the order of the groups."""
+        for name, metric in self._metrics.items():
+            states = [found[name] for found in groups.values() if name in found]
+            if states:
+                set_state(metric, merged(metric, [state_of(metric), *states]))
+
+
+def _reduced(reduction: Any, default: Value, values: Sequence[Value], updates: Sequence[int]) -> Value:
+    if isinstance(default, list):
+        return [item for value in values for item in (value if isinstance(value, list) else [value])]
+    first, *others = tensors = [torch.as_tensor(value) for value in values]
+    if _is_stacked(reduction, default):
+        return torch.cat([value if value.ndim > default.ndim else value[None] for value in tensors])
+    if not others:
+        return first
+    if reduction is dim_zero_cat:
+        return torch.cat(tensors)
+    if reduction is dim_zero_sum:
+        start = default.to(first.device)
+        for value in others:
+            first = first + (value - start if bool(start.any()) else value)  # The default counts once.
+        return first
+    if reduction is dim_zero_mean:
+        return _mean(tensors, updates)
+    return torch.as_tensor(reduction(torch.stack(tensors)))
+
+
+def _mean(values: Sequence[Tensor], updates: Sequence[int]) -> Tensor:
+    """The mean over updates. Values that are equal, such as a constant, keep every bit."""
+    if all(torch.equal(value, values[0]) for value in values):
+        return values[0]
+    total = sum(value.double() * number for value, number in zip(values, updates, strict=True))
+    return (torch.as_tensor(total) / sum(updates)).to(values[0].dtype)
+
+
+def _is_stacked(reduction: Any, default: Value) -> bool:
+    return reduction is None and isinstance(default, Tensor)

@@ -1,0 +1,161 @@
+"""Lists and counters of a round: the growth by each client, packed for other processes, and all of it merged."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.serialization import default_restore_location
+
+from lightning_fcl.local.loose_state import LooseState
+from lightning_fcl.local.search import INTERNAL
+from lightning_fcl.simulation.growth import (
+    Change,
+    Entries,
+    Items,
+    Snapshot,
+    apply,
+    change,
+    is_merged,
+    joined,
+    snapshot,
+)
+
+Name = tuple[str, str]
+"""The path of an object, and the name of an attribute."""
+
+MODULE = "module"
+"""The path of the module."""
+
+_COMMON = -1  # stands for hooks that run on every rank, beside the numbers of groups
+
+
+class RoundAttributes:
+    """Attributes in a round: how each group of clients that trains at the same time changes lists and counters.
+
+    Attributes of the module that are set back for each client do not add up. Only lists to which clients append do.
+
+    Args:
+        attributes: The attributes of objects, by path.
+        ignored: Names that cannot be merged. Those that are found in this round are added.
+        copies: Whether to copy tensors and arrays, to find out whether they change in place.
+        loose: The state of the module that is set back for each client. None: there is none.
+        device: The device of this process, for tensors from the devices of other processes.
+    """
+
+    def __init__(
+        self,
+        attributes: Mapping[str, dict[str, Any]],
+        ignored: set[Name],
+        copies: bool,
+        loose: LooseState | None,
+        device: torch.device,
+    ) -> None:
+        self._device = str(device)
+        self._attributes, self._ignored, self._copies, self._loose = attributes, ignored, copies, loose
+        self._group: int | None = None  # the group that trains
+        self._grown: dict[int, dict[Name, Change]] = {_COMMON: {}}  # by group
+        self._before = self._now = self._snapshots()
+
+    def enter(self, group: int) -> None:
+        """Begin or continue with a group."""
+        self._group = group
+        self._now = self._snapshots()
+
+    def watch(self) -> None:
+        """Find out which attributes the group has set anew: they are no counters."""
+        if self._group is not None:
+            self._ignored |= {name for name, part in self._changes().items() if not is_merged(part)}
+
+    def leave(self) -> None:
+        """End or interrupt the group, or hooks that run on every rank."""
+        grown = self._grown.setdefault(_COMMON if self._group is None else self._group, {})
+        for name, part in self._changes().items():
+            if is_merged(part):
+                grown[name] = joined([grown[name], part]) if name in grown else part
+            elif self._group is None:
+                self._start_anew(name)
+            else:
+                self._ignored.add(name)
+        self._group = None
+        self._now = self._snapshots()
+
+    def contributions(self) -> dict[int, dict[Name, bytes]]:
+        """Return the growth by the groups of this process, for other processes."""
+        return {group: self._packed(own) for group, own in self._grown.items() if group != _COMMON}
+
+    def merge(self, groups: Mapping[int, Mapping[Name, bytes]]) -> None:
+        """Add the growth by the groups of all processes, in the order of the groups."""
+        for name in sorted({name for found in groups.values() for name in found} - self._ignored):
+            parts = [self._part(group, name, found[name]) for group, found in groups.items() if name in found]
+            common = self._grown[_COMMON].get(name)
+            grown = joined(parts if common is None else [common, *parts])
+            path, attribute = name
+            if not is_merged(grown):
+                self._ignored.add(name)
+            elif path in self._attributes:
+                values = self._attributes[path]
+                values[attribute] = apply(self._before.get(name), grown, self._extend)
+
+    def _snapshots(self) -> dict[Name, Snapshot]:
+        return {name: snapshot(value, self._copies) for name, value in self._values().items()}
+
+    def _values(self) -> dict[Name, Any]:
+        return {
+            (path, attribute): value
+            for path, values in self._attributes.items()
+            for attribute, value in values.items()
+            if (path, attribute) not in self._ignored and not (path.startswith(MODULE) and attribute in INTERNAL)
+        }
+
+    def _changes(self) -> dict[Name, Change]:
+        """Return the changes since the last snapshots, but for those that are set back for each client."""
+        parts = {name: change(self._now.get(name), value) for name, value in self._values().items()}
+        is_put_back = self._loose is not None
+        return {
+            name: part
+            for name, part in parts.items()
+            if part is not None and (_only_appends(part) or not (is_put_back and name[0].startswith(MODULE)))
+        }
+
+    def _start_anew(self, name: Name) -> None:
+        """Hooks that run on every rank have set an attribute anew: the clients so far do not count."""
+        for grown in self._grown.values():
+            grown.pop(name, None)
+        path, attribute = name
+        self._before[name] = snapshot(self._attributes[path][attribute], self._copies)
+
+    def _packed(self, grown: Mapping[Name, Change]) -> dict[Name, bytes]:
+        packed: dict[Name, bytes] = {}
+        for name, part in grown.items():
+            content = io.BytesIO()
+            try:
+                torch.save(part, content)
+            except Exception:  # Pickling a user's object may raise any error.
+                self._ignored.add(name)
+            else:
+                packed[name] = content.getvalue()
+        return packed
+
+    def _part(self, group: int, name: Name, content: bytes) -> Change:
+        """Return the growth of an attribute by a group: that of this process, or an unpacked one."""
+        if group in self._grown:
+            return self._grown[group][name]
+
+        found: Change = torch.load(io.BytesIO(content), self._placed, weights_only=False)
+        return found
+
+    def _placed(self, storage: Any, where: str) -> Any:
+        return default_restore_location(storage, where if where == "cpu" else self._device)  # type: ignore[no-untyped-call]
+
+    def _extend(self, value: list[Any], items: list[Any]) -> None:
+        if self._loose is None or not self._loose.gather(value, items):
+            value.extend(items)
+
+
+def _only_appends(part: Change) -> bool:
+    if isinstance(part, Entries):
+        return all(map(_only_appends, part.parts.values()))
+    return isinstance(part, Items)
