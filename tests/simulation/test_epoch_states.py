@@ -1,5 +1,6 @@
 """Metrics, lists and counters at the end of an epoch, with one process and with several."""
 
+import logging
 from collections import Counter, defaultdict
 from copy import deepcopy
 
@@ -44,12 +45,13 @@ class Network(L.LightningModule):
         x, y = batch
         output = self(x)
         loss = F.cross_entropy(output, y)
-        for metric in (self.accuracy, self.never_reset, self.logged, self.scores):
+        for metric in (self.accuracy, self.never_reset, self.logged):
             metric.update(output, y)
+        self.scores(output, y)
         for metric in (self.most, self.least):
             metric.update(x[:, 0])
         self.labels.update(y)
-        self.loss.update(loss.detach(), len(y))
+        self.loss.update(loss)
         self.log("logged", self.logged, on_step=False, on_epoch=True)
         return loss
 
@@ -102,15 +104,41 @@ class Nested(Network):
         return {**super().values(), **own}
 
 
-class Watch(Callback):
-    """Counts and keeps what it sees in batches, and notes all of it at the end of each epoch."""
+class Clients(Callback):
+    """Counts clients and rounds, and notes what it and the module have at the end of each epoch."""
 
     def __init__(self, folder):
         self.folder = folder
-        self.batches = self.samples = self.rounds = self.clients = 0
+        self.rounds = self.clients = 0
+        self.names, self.found = [], []
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        self.clients += 1
+        self.names.append(client_round.client)
+
+    def on_round_end(self, trainer, pl_module):
+        self.rounds += 1
+
+    def values(self):
+        """What the callback has at the end of an epoch."""
+        return {"rounds": self.rounds, "clients": self.clients, "names": self.names}
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.found.append(deepcopy({"callback": self.values(), "module": pl_module.values()}))
+        pl_module.reset()
+
+    def on_train_end(self, trainer, pl_module):
+        torch.save(self.found, self.folder / f"{trainer.global_rank}.pt")
+
+
+class Batches(Clients):
+    """Counts and keeps batches as well."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.batches = self.samples = 0
         self.seen, self.labels, self.by_label = [], Counter(), defaultdict(list)
         self.metric, self.sums = CatMetric(), {"x": SumMetric()}
-        self.found = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         x, y = batch
@@ -122,38 +150,34 @@ class Watch(Callback):
         self.metric.update(y)
         self.sums["x"].update(x)
 
-    def on_client_end(self, trainer, pl_module, client_round):
-        self.clients += 1
-
-    def on_round_end(self, trainer, pl_module):
-        self.rounds += 1
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        own = {
-            "counts": [self.batches, self.samples, self.rounds, self.clients],
+    def values(self):
+        return {
+            **super().values(),
+            "batches": self.batches,
+            "samples": self.samples,
             "seen": torch.cat(self.seen),
             "labels": dict(self.labels),
             "by label": dict(self.by_label),
             "metric": self.metric.compute(),
             "sum": self.sums["x"].compute(),
         }
-        self.found.append(deepcopy({"callback": own, "module": pl_module.values()}))
-        pl_module.reset()
-        self.metric.reset()
 
-    def on_train_end(self, trainer, pl_module):
-        torch.save(self.found, self.folder / f"{trainer.global_rank}.pt")
+    def on_train_epoch_end(self, trainer, pl_module):
+        super().on_train_epoch_end(trainer, pl_module)
+        self.metric.reset()
 
 
 @pytest.fixture
 def seen(fit, tmp_path):
     """Fits with a number of processes. Returns what each of them has noted, the stream, and the Trainer."""
 
-    def run(number, module, stream, callback=Watch, **kwargs):
+    def run(number, module, stream, callback=Batches, arguments=None, **kwargs):
         folder = tmp_path / str(number)
         folder.mkdir()
         strategy = FederatedStrategy(start_method="fork", seed=0, **kwargs)
-        trainer = fit(module, stream, [callback(folder)], strategy, trainer_args={"devices": number})
+        trainer = fit(
+            module, stream, [callback(folder)], strategy, trainer_args={"devices": number, **(arguments or {})}
+        )
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(number)], trainer
 
     return run
@@ -170,6 +194,8 @@ def check_close(one, other):
         assert len(one) == len(other)
         for value, second in zip(one, other, strict=True):
             check_close(value, second)
+    elif isinstance(one, str):
+        assert one == other
     else:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -190,49 +216,159 @@ def toy():
     return x.astype(np.float32), y.astype(np.int64)
 
 
-def check_by_hand(found, stream, epochs=2):
+def check_by_hand(found, stream, epochs):
     """All values that depend on samples alone, over all clients' samples, in NumPy."""
-    batches = samples = 0
-    every_label = Counter()
-    for number, (noted, clients) in enumerate(zip(found, trained(stream), strict=True), 1):
-        x = np.concatenate([x for x, _ in clients.values() for _ in range(epochs)])
-        y = np.concatenate([y for _, y in clients.values() for _ in range(epochs)])
-        batches += epochs * sum(-(-len(y) // 8) for _, y in clients.values())
-        samples += len(y)
-        every_label.update(y.tolist())
+    rounds = trained(stream)
+    clients = batches = 0
+    for number, (noted, now) in enumerate(zip(found, rounds, strict=True), 1):
+        so_far = [samples for clients in rounds[:number] for samples in clients.values()]
+        every_x, every_y = (np.concatenate(epochs * parts) for parts in zip(*so_far, strict=True))
+        x, y = (np.concatenate(epochs * parts) for parts in zip(*now.values(), strict=True))
         callback, module = noted["callback"], noted["module"]
-        assert callback["counts"][:3] == [batches, samples, number]
-        assert callback["labels"] == dict(every_label)
-        assert sum(map(sum, callback["by label"].values())) == samples
-        assert len(callback["seen"]) == samples
-        np.testing.assert_array_equal(sorted(callback["seen"][-len(y) :].tolist()), sorted(x[:, 0].tolist()))
-        np.testing.assert_array_equal(sorted(callback["metric"].tolist()), sorted(y.tolist()))
+        clients += len(now)
+        assert (callback["rounds"], callback["clients"], len(callback["names"])) == (number, clients, clients)
+        assert sorted(callback["names"][-len(now) :]) == sorted(now)
         np.testing.assert_array_equal(sorted(module["labels"].tolist()), sorted(y.tolist()))
         assert float(module["most"]) == x[:, 0].max() and float(module["least"]) == x[:, 0].min()
-        if "pearson" not in module:
-            continue
-        so_far = [one[:, :2] for clients in trained(stream)[:number] for one, _ in clients.values()]
-        pairs = np.concatenate(so_far).astype(np.float64)
-        assert float(module["pearson"]) == pytest.approx(np.corrcoef(pairs.T)[0, 1], abs=1e-4)
-        assert float(module["sums"]["1"]) == pytest.approx(np.square(pairs[:, 0] - pairs[:, 1]).mean(), rel=1e-5)
-        assert sum(module["sizes"]) == samples
+        if "samples" in callback:
+            batches += epochs * sum(-(-len(y) // 8) for _, y in now.values())
+            assert (callback["batches"], callback["samples"]) == (batches, len(every_y))
+            assert callback["labels"] == dict(Counter(every_y.tolist()))
+            assert sum(map(sum, callback["by label"].values())) == len(every_y)
+            np.testing.assert_array_equal(sorted(callback["seen"].tolist()), sorted(every_x[:, 0].tolist()))
+            np.testing.assert_array_equal(sorted(callback["metric"].tolist()), sorted(y.tolist()))
+        if "pearson" in module:
+            first, second = every_x.astype(np.float64).T
+            assert float(module["pearson"]) == pytest.approx(np.corrcoef(first, second)[0, 1], abs=1e-4)
+            assert float(module["sums"]["1"]) == pytest.approx(np.square(first - second).mean(), rel=1e-5)
+            assert sum(module["sizes"]) == len(every_y)
 
 
-@pytest.mark.may("compute metrics in `on_train_epoch_end`, in several processes", "metrics cover the samples of all clients")
+@pytest.mark.may(
+    "compute metrics in `on_train_epoch_end`, in several processes", "metrics cover the samples of all clients"
+)
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "cohort_size"), [(Network, 1), (Network, 2), (Nested, 1)])
-def test_epoch_states_equal_on_1_2_and_3_processes(seen, make_stream, kind, cohort_size):
-    found = {}
+@pytest.mark.parametrize(
+    ("kind", "callback", "cohort_size"), [(Network, Batches, 1), (Network, Clients, 2), (Nested, Batches, 1)]
+)
+def test_epoch_states_equal_on_1_2_and_3_processes(seen, make_stream, kind, callback, cohort_size):
+    """Each of six unequal clients counts once, on every process, in the order of the clients."""
+    found = []
     for number in (1, 2, 3):
         stream = make_stream(partition="dirichlet", clients=6, experiences=2, rounds_per_experience=2)
-        everywhere, trainer = seen(number, kind(), stream, cohort_size=cohort_size, local_epochs=2)
+        everywhere, trainer = seen(number, kind(), stream, callback, cohort_size=cohort_size, local_epochs=2)
         assert trainer.strategy.clients_at_once == cohort_size or number > 1
         for other in everywhere[1:]:
             check_close(other, everywhere[0])
-        found[number] = everywhere[0]
-        check_by_hand(everywhere[0], stream)
-    check_close(found[2], found[1])
-    check_close(found[3], found[1])
-    for one, two, three in zip(*found.values(), strict=True):
-        assert torch.equal(two["module"]["loss"], three["module"]["loss"])  # to the last bit
+        check_by_hand(everywhere[0], stream, epochs=2)
+        found.append(everywhere[0])
+    for one, two, three in zip(*found, strict=True):
+        check_close(two, one)
+        check_close(three, one)
+        assert torch.equal(two["module"]["loss"], three["module"]["loss"])
         assert torch.equal(one["module"]["never reset"], two["module"]["never reset"])
+
+
+class Validated(Network):
+    """Updates one metric in training and in validation, and another in validation alone."""
+
+    def training_step(self, batch, batch_idx):
+        self.untouched.update(len(batch[1]))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.least.update(len(batch[1]))
+        self.untouched.update(len(batch[1]))
+
+    def on_validation_epoch_start(self):
+        self.at_validation = self.untouched.compute()
+
+    def values(self):
+        both = {"both": self.untouched.compute(), "training": self.at_validation}
+        return {**super().values(), **both}
+
+
+@pytest.mark.seconds
+def test_epoch_states_validation_counts_once(seen, make_stream):
+    """Validation runs on every process, and finds the training samples of all clients."""
+    found = []
+    for number in (1, 3):
+        stream = make_stream(clients=3, rounds_per_experience=2, validation=0.2)
+        everywhere, _ = seen(number, Validated(), stream, arguments={"num_sanity_val_steps": 0}, cohort_size=1)
+        for noted, clients in zip(everywhere[-1], trained(stream), strict=True):
+            training = sum(len(y) for _, y in clients.values())
+            assert float(noted["module"]["training"]) == training < float(noted["module"]["both"])
+        found.append(everywhere)
+    for everywhere in found[1]:
+        check_close(everywhere, found[0][0])
+
+
+@pytest.mark.seconds
+def test_epoch_states_include_a_process_without_clients(seen, make_stream):
+    """The third process trains nobody in the second round, and has the metrics of the two other clients."""
+    swarm = Swarm(leaves={"1": 1})
+    found = [seen(number, Nested(), make_stream(clients=3), cohort_size=1, swarm=swarm)[0] for number in (1, 3)]
+    for everywhere in found[1]:
+        check_close(everywhere, found[0][0])
+
+
+class Odd(Metric):
+    """A metric of one's own, whose tensor has no reduction, or starts at another number than 0."""
+
+    full_state_update = False
+
+    def __init__(self, reduction, start=0.0):
+        super().__init__()
+        self.add_state("total", torch.tensor(start), dist_reduce_fx=reduction)
+
+    def update(self, x):
+        self.total = self.total + x.abs().sum()
+
+    def compute(self):
+        return self.total
+
+
+class Strange(Clients):
+    """Has metrics and attributes that cannot be merged, and some that can."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.plain, self.running = Odd(None), Running(SumMetric(), 2)
+        self.started, self.resets = Odd("sum", 5.0), SumMetric()
+        self.total, self.last, self.array = 0.0, 0, np.zeros(2)
+        self.count = 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.strategy.round.cohort.step == 1:
+            self.resets.reset()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for metric in (self.plain, self.running, self.started, self.resets):
+            metric.update(batch[0][:, 0])
+        self.total += float(batch[0].sum())
+        self.last = batch_idx
+        self.array += 1
+        self.count += 1
+
+    def values(self):
+        return {"started": self.started.compute(), "resets": self.resets.compute(), "count": self.count}
+
+
+@pytest.mark.seconds
+def test_epoch_states_that_cannot_be_merged_are_named_once(seen, make_stream, tmp_path):
+    """All others are merged all the same."""
+    found = []
+    for number in (1, 2):
+        handler = logging.FileHandler(tmp_path / f"{number}.log")
+        logging.getLogger("lightning_fcl").addHandler(handler)
+        stream = make_stream(clients=6, rounds_per_experience=2, batch_size=8)
+        found.append(seen(number, Network(), stream, Strange, cohort_size=1)[0])
+        logging.getLogger("lightning_fcl").removeHandler(handler)
+        handler.close()
+        said = (tmp_path / f"{number}.log").read_text()
+        assert said.count("`Strange.plain`") == number - 1
+        for name in ("plain", "running", "total", "last", "array"):
+            assert (f"`Strange.{name}`" in said) is (number == 2)
+    assert "started" not in said and "resets" not in said and "count" not in said
+    for everywhere in found[1]:
+        check_close(everywhere, found[0][0])
