@@ -111,14 +111,20 @@ class RoundAttributes:
         }
 
     def _changes(self) -> dict[Name, Change]:
-        """Return the changes since the last snapshots, but for those that are set back for each client."""
-        parts = {name: change(self._now.get(name), value) for name, value in self._values().items()}
-        is_put_back = self._loose is not None
-        return {
-            name: part
-            for name, part in parts.items()
-            if part is not None and (_only_appends(part) or not (is_put_back and name[0].startswith(MODULE)))
-        }
+        """Return the changes since the last snapshots.
+
+        Attributes of the module that are set back for each client do not count, but for items that a client appends.
+        Between clients the lists show items of other clients.
+        """
+        found: dict[Name, Change] = {}
+        for name, value in self._values().items():
+            is_put_back = self._loose is not None and name[0].startswith(MODULE)
+            if is_put_back and self._group is None:
+                continue
+            part = change(self._now.get(name), value)
+            if part is not None and (not is_put_back or _only_appends(part)):
+                found[name] = part
+        return found
 
     def _start_anew(self, name: Name) -> None:
         """Hooks that run on every rank have set an attribute anew: the clients so far do not count."""

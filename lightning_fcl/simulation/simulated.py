@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import State, entries, frozen_parameters, load_entries, reductions_of, resolve
@@ -22,6 +24,7 @@ from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.experience import check_sums
 from lightning_fcl.simulation.federation import Federation, extra_of
+from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.round import Round, methods_first
 
 
@@ -108,12 +111,27 @@ def _simulate(round: Round, skipped: Sequence[str]) -> Generator[Any, None, None
     if round.federation.isolation is not None:
         round.federation.isolation.warn()
     if not round.cohorts:
-        yield None
+        with _without_batch_hooks(round.federation):
+            yield None
     while round.cohorts:
         yield from round.train(round.cohorts.popleft(), round.federation.server.upload)
         if round.cohorts:
             yield None
     aggregate(round, skipped)
+
+
+@contextmanager
+def _without_batch_hooks(federation: Federation) -> Iterator[None]:
+    """Temporarily call no `on_train_batch_end` of users: a process without clients has no batch in the round."""
+    module = federation.module
+    trainer, callbacks = module.trainer, callbacks_of(module.trainer)
+    trainer.callbacks = [one for one in callbacks if isinstance(one, FitHooks)]  # type: ignore[attr-defined]
+    # Lightning calls the module's hook after this context has ended.
+    module.on_train_batch_end = lambda *_: vars(module).pop("on_train_batch_end")  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
 def aggregate(round: Round, skipped: Sequence[str]) -> None:
