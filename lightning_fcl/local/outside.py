@@ -176,9 +176,19 @@ def _metrics_in(path: str, part: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(part).items():
         if name in INTERNAL:
             continue
-        for one in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, Metric):
-                yield f"{prefix}{name}", one
+        yield from _metrics_within(f"{prefix}{name}", value)
+
+
+def _metrics_within(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Yield a value if it is a metric, and the metrics in nested containers."""
+    if isinstance(value, Metric):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _metrics_within(f"{name}[{key!r}]", one)
+    elif isinstance(value, list | tuple):
+        for place, one in enumerate(value):
+            yield from _metrics_within(f"{name}[{place}]", one)
 
 
 def _is_state(value: object) -> bool:
