@@ -42,7 +42,9 @@ class Drawer:
 
     def __init__(self, y: Tensor, output: Tensor, num_classes: int) -> None:
         is_class = num_classes > 0 and y.dim() == 1 and not y.is_floating_point()
-        self._pool = torch.arange(num_classes).to(y) if is_class else torch.unique(y)
+        outputs = output.shape[-1] if output.dim() > 1 and output.shape[-1] > 1 else num_classes
+        # A stream may name more classes than the module has outputs.
+        self._pool = torch.arange(min(num_classes, outputs)).to(y) if is_class else torch.unique(y)
         self._output, self._shape = output.detach(), y.shape[1:]
         row = max(1, output[0].numel())
         self.rows = max(ROWS, min(len(self._pool), _NUMBERS // row))

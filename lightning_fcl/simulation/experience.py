@@ -200,6 +200,8 @@ def finish_stopped(federation: Federation, rounds: int) -> None:
         trained = [number for number in trained_rounds(kept) if number < rounds]
         if trained:
             part = federation.stream.client_round(client, trained[-1])
+            if next_round(federation.stream, part, federation.stream.plan.rounds) is None:
+                continue
             own = {**entries(federation.module), **own_entries(kept, device)}
             if (found := finish_experience(federation, part, kept, own)) is not None:
                 store[client] = found
@@ -243,6 +245,8 @@ class ExperienceEnds:
             client.memory = memory
             earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
             result = result_of(method, client, state, data, earlier)
+            if next_round(self._federation.stream, part, self._federation.stream.plan.rounds) is None:
+                return {method.section: result}
         share = self._shares.pop((part.client, method.section), None)
         return sections_of(method, memory, result, share, before)
 

@@ -372,7 +372,7 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
 
 
 def test_a_share_of_the_stream_and_a_reservoir_take_the_base_session_too(run):
-    for replay, size in ((Replay(0.5, "reservoir", base=True), 7), (Replay(3, "refresh", base=True), 3)):
+    for replay, size in ((Replay(0.5, "reservoir", base=True), 7), (Replay(3, "refresh", base=True), 6)):
         run(others=[replay], max_epochs=1)
         memory = run.trainer.strategy.server.store["node1"]["Replay"]
         assert len(memory["y"]) == size

@@ -430,7 +430,7 @@ def test_bytes_that_stay_with_clients_are_counted_when_the_fit_ends(fit, make_st
     task = make_task(model=net())
     trainer = fit(task, stream, [metrics, Replay(12)], **options)
     kept = {client: trainer.strategy.server.store[client] for client in "012"}
-    assert {"model", "Replay"} == set(kept["0"])
+    assert {"model", "Replay", "progress"} == set(kept["0"])
     expected = {c: sum(v.nbytes for memory in of.values() for v in memory.values()) for c, of in kept.items()}
     assert metrics.record["kept_bytes"] == expected and expected["0"] >= 4 * 4 + 12 * (6 * 4 + 8)
     assert summarize(metrics.record)["kept_bytes/clients"] == pytest.approx(sum(expected.values()) / 3)
