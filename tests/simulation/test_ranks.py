@@ -130,7 +130,7 @@ METHODS = {
     "logits remembered": lambda: ([DERpp(max_size=10)], {}),
     "prototypes at the server": lambda: ([FedProto()], {}),
     "variates": lambda: ([SCAFFOLD()], {"client_weights": "uniform"}),
-    "an earlier model of the server": lambda: ([LwF(teacher="server")], {"participation": 0.5}),
+    "an earlier model of the server": lambda: ([LwF(teacher="server")], {"participation": 0.5, "cohort_size": 1}),
     "ways": lambda: ([FedDyn(0.1)], {"client_weights": "uniform", "participation": 0.5, "cohort_size": 1}),
     "mean steps": lambda: ([FedNova()], {}),
     "sums at the server": lambda: ([Fed3R()], {}),
