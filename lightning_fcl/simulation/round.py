@@ -27,6 +27,7 @@ from lightning_fcl.methods.declaration import Declaration, client_of, overrides,
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
+from lightning_fcl.simulation.hook_calls import find_users
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
 
 log = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class Round:
         federation = self.federation
         check_optimizers(federation)
         self.steps_before = federation.module.trainer.global_step
+        federation.strategy.counters.users = find_users(federation.module.trainer)
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)

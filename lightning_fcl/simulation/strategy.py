@@ -38,7 +38,6 @@ from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.counters import ClientCounters
 from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
-from lightning_fcl.simulation.hook_calls import replace_calls
 from lightning_fcl.simulation.hooks import FitHooks, TrainerLimits, common_batches
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, require_begun
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
@@ -184,7 +183,6 @@ class FederatedStrategy(RanksStrategy):
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
         self.connected = True
-        replace_calls()
         callbacks = callbacks_of(model.trainer)
         refuse_other_lightning(model.trainer.datamodule, *callbacks)  # type: ignore[attr-defined]
         if self._hooks not in callbacks:
