@@ -35,12 +35,12 @@ _PLACES = {"on_train_batch_start": 1, "on_train_batch_end": 2, "optimizer_step":
 
 _NOBODY: Set[int] = frozenset()
 _lock = Lock()
-_originals: list[Callable[..., Any]] = []  # Lightning's functions, while they are replaced
+_originals: list[Any] = []  # Lightning's functions, while they are replaced
 
 
 def find_users(trainer: L.Trainer) -> Users:
     """Return whose hooks see the client's counters: a user's hooks, except those of a Trainer's bookkeeping."""
-    owners = [one for one in callbacks_of(trainer) if not isinstance(one, _BOOKKEEPING)]
+    owners: list[object] = [one for one in callbacks_of(trainer) if not isinstance(one, _BOOKKEEPING)]
     owners += [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     found = {
         hook: frozenset(id(one) for one in owners if hasattr(one, hook) and is_users(getattr(one, hook)))
@@ -56,11 +56,8 @@ def enter(trainer: L.Trainer, counters: ClientCounters) -> None:
     with _lock:
         TRAINING[trainer] = counters
         if not _originals:
-            callbacks, module, data = (
-                call._call_callback_hooks,
-                call._call_lightning_module_hook,
-                call._call_lightning_datamodule_hook,
-            )
+            callbacks, data = call._call_callback_hooks, call._call_lightning_datamodule_hook
+            module: Callable[..., Any] = call._call_lightning_module_hook
             _originals[:] = [callbacks, module, data]
             call._call_callback_hooks = partial(_call_callbacks, callbacks)
             call._call_lightning_module_hook = partial(_call_module, module, lambda trainer: trainer.lightning_module)
