@@ -98,11 +98,13 @@ class Drawer:
 
 def trial_rows(stream: FederatedStream) -> IntArray | None:
     """Return `ROWS` samples spread over the training data, which the stream's seed does not change; None: no data."""
-    if not any(len(rows) for current in stream.plan.train for rows in current.values()):
+    plan, rounds = stream.plan, stream.plan.rounds
+    if stream.trainer is not None and stream.trainer.max_epochs is not None and stream.trainer.max_epochs >= 0:
+        rounds = min(rounds, stream.trainer.max_epochs)  # later classes may have no output yet
+    parts = [rows for current in plan.train[:rounds] for rows in current.values() if len(rows)]
+    if not parts:
         return None
-    samples = stream.samples
-    held_out = [mask for mask in (samples.test, samples.validation) if mask is not None]
-    rows = np.flatnonzero(~np.logical_or.reduce(held_out)) if held_out else np.arange(len(samples))
+    rows = np.unique(np.concatenate(parts))
     chosen: IntArray = rows[np.linspace(0, len(rows) - 1, ROWS).round().astype(np.int64)]
     return chosen
 

@@ -10,13 +10,11 @@ import lightning.pytorch as L
 
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.local.loop_counts import Count, batch_counts, step_counts
+from lightning_fcl.simulation.hook_calls import Users, enter, leave
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.cohort import Cohort
     from lightning_fcl.simulation.strategy import FederatedStrategy
-
-TRAINING: dict[L.Trainer, ClientCounters] = {}
-"""The Trainers in which clients train, and the clients' counters."""
 
 _SAME: AbstractContextManager[None] = nullcontext()
 
@@ -36,12 +34,15 @@ class ClientCounters:
     Attributes:
         shown: Whether the client's counters stand in the Trainer.
         batches: Number of the client's batches in the round, while they do.
+        users: Whose hooks see the client's counters in the current round.
     """
 
     def __init__(self, strategy: FederatedStrategy) -> None:
         self.shown, self.batches = False, 0
+        self.users: Users = {}
         self._strategy = strategy
         self._cohort: Cohort | None = None
+        self._every = 1  # batches per optimizer step
         self._trainer: L.Trainer
         self._starts: list[tuple[Count, Count]] = []  # each counter, and its values when the clients began
         self._offsets: list[tuple[Count, Count]] = []  # what was subtracted from each counter
@@ -56,21 +57,21 @@ class ClientCounters:
     @property
     def steps(self) -> bool:
         """Whether the optimizer steps after the current batch, and not only accumulates gradients."""
-        every = self._strategy.local_steps.every
-        return self._cohort is None or self._cohort.last_batch or (self._cohort.step + 1) % every == 0
+        return self._cohort is None or self._cohort.last_batch or (self._cohort.step + 1) % self._every == 0
 
     def begin(self, trainer: L.Trainer, cohort: Cohort) -> None:
         """Start the counters of the clients that train from here on."""
         self.end()
         counts = [*batch_counts(trainer), *step_counts(trainer)]
         self._trainer, self._cohort, self._starts = trainer, cohort, [(count, dict(count)) for count in counts]
-        TRAINING[trainer] = self
+        self._every = self._strategy.local_steps.every
+        enter(trainer, self)
 
     def end(self) -> None:
         """Leave the clients: only the counters of all clients exist from here on."""
         self.hide()
         if self._cohort is not None:
-            del TRAINING[self._trainer]
+            leave(self._trainer)
         self._cohort, self._starts = None, []
 
     def client(self) -> AbstractContextManager[None]:
@@ -120,7 +121,8 @@ class ClientCounters:
         if self.shown or self._cohort is None:
             return
         trainer, strategy, fit, every = self._trainer, self._strategy, self._trainer.fit_loop, self._every
-        loop, number = fit.epoch_loop, len(self._cohort) if batches is None else batches
+        most = len(self._cohort)
+        loop, number = fit.epoch_loop, most if batches is None else batches
         self._offsets = self._starts if every == 1 and batches is None else self._offsets_of(number)
         _subtract(self._offsets)
         progress = loop.batch_progress
@@ -133,7 +135,7 @@ class ClientCounters:
         )
         self.batches = number
         fit.max_batches, loop.max_steps = number, -(-number // every)  # of which `estimated_stepping_batches` is made
-        progress.is_last_batch = self._cohort.last_batch
+        progress.is_last_batch = self._cohort.step == most - 1
         trainer.accumulate_grad_batches = every
         strategy.lr_scheduler_configs = strategy.schedules
         strategy.shows_one_process = one_process
@@ -155,10 +157,6 @@ class ClientCounters:
             strategy.lr_scheduler_configs,
         ) = self._before
         strategy.shows_one_process = self.shown = False
-
-    @property
-    def _every(self) -> int:
-        return self._strategy.local_steps.every
 
     def _offsets_of(self, batches: int) -> list[tuple[Count, Count]]:
         """What to subtract from the counters so that they count this many batches, and the steps taken for them."""

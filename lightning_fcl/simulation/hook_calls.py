@@ -1,60 +1,94 @@
 """Calls of hooks within a client's round: a user's code sees the client's counters.
 
-Lightning calls all hooks by three functions of one module. These functions are replaced once per process. For a Trainer
-in which no client trains they do what Lightning's do.
+Lightning calls all hooks by three functions of one module. Those functions are replaced while clients train in whose
+rounds a user's hooks are called. For other Trainers the replacements do what Lightning's functions do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable, Mapping, Set
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import Callback, Checkpoint, DeviceStatsMonitor, ProgressBar, ThroughputMonitor
+from lightning.pytorch.callbacks import Checkpoint, DeviceStatsMonitor, ProgressBar, ThroughputMonitor
 from lightning.pytorch.trainer import call
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.data_module import TRANSFER_HOOKS
 from lightning_fcl.local.trial import BATCH_HOOKS, STEP_HOOKS, is_users
-from lightning_fcl.simulation.counters import TRAINING, ClientCounters
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.counters import ClientCounters
+
+Users = Mapping[str, Set[int]]
+"""Whose hooks are a user's: the ids of modules and callbacks, by the name of the hook."""
+
+TRAINING: dict[L.Trainer, ClientCounters] = {}
+"""The Trainers in which clients train and call a user's hooks, and the clients' counters."""
 
 _BOOKKEEPING = (Checkpoint, DeviceStatsMonitor, ProgressBar, ThroughputMonitor)
-_CALLBACK_HOOKS = {hook for hook in (*STEP_HOOKS, *BATCH_HOOKS) if hasattr(Callback, hook)}
-_MODULE_HOOKS = {*STEP_HOOKS, *BATCH_HOOKS, *TRANSFER_HOOKS, "optimizer_zero_grad"}
+_HOOKS = (*STEP_HOOKS, *BATCH_HOOKS, *TRANSFER_HOOKS, "optimizer_zero_grad")
 _PLACES = {"on_train_batch_start": 1, "on_train_batch_end": 2, "optimizer_step": 1, "optimizer_zero_grad": 1}
 """Places of ``batch_idx`` among the arguments of hooks."""
 
+_NOBODY: Set[int] = frozenset()
+_lock = Lock()
+_originals: list[Any] = []  # Lightning's functions, while they are replaced
 
-def goes_by_client(callback: Callback, hook: str) -> bool:
-    """Return whether a callback's hook sees the client's counters: it is a user's, and no bookkeeping of a Trainer."""
-    return not isinstance(callback, _BOOKKEEPING) and is_users(getattr(callback, hook))
+
+def find_users(trainer: L.Trainer) -> Users:
+    """Return whose hooks see the client's counters: a user's hooks, except those of a Trainer's bookkeeping."""
+    owners: list[object] = [one for one in callbacks_of(trainer) if not isinstance(one, _BOOKKEEPING)]
+    owners += [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
+    found = {
+        hook: frozenset(id(one) for one in owners if hasattr(one, hook) and is_users(getattr(one, hook)))
+        for hook in _HOOKS
+    }
+    return {hook: users for hook, users in found.items() if users}
 
 
-@cache
-def replace_calls() -> None:
-    """Replace Lightning's functions that call hooks, once per process."""
-    module_hook, data_hook = call._call_lightning_module_hook, call._call_lightning_datamodule_hook
-    call._call_callback_hooks = partial(_call_callbacks, call._call_callback_hooks)
-    call._call_lightning_module_hook = partial(_call_module, module_hook, lambda trainer: trainer.lightning_module)
-    call._call_lightning_datamodule_hook = partial(_call_module, data_hook, lambda trainer: trainer.datamodule)  # type: ignore[attr-defined]
+def enter(trainer: L.Trainer, counters: ClientCounters) -> None:
+    """Let a user's hooks see a client's counters from here on."""
+    if not counters.users:
+        return
+    with _lock:
+        TRAINING[trainer] = counters
+        if not _originals:
+            callbacks, data = call._call_callback_hooks, call._call_lightning_datamodule_hook
+            module: Callable[..., Any] = call._call_lightning_module_hook
+            _originals[:] = [callbacks, module, data]
+            call._call_callback_hooks = partial(_call_callbacks, callbacks)
+            call._call_lightning_module_hook = partial(_call_module, module, lambda trainer: trainer.lightning_module)
+            call._call_lightning_datamodule_hook = partial(_call_module, data, lambda trainer: trainer.datamodule)  # type: ignore[attr-defined]
+
+
+def leave(trainer: L.Trainer) -> None:
+    """Let a user's hooks see the Trainer's counters from here on."""
+    with _lock:
+        if TRAINING.pop(trainer, None) is not None and not TRAINING:
+            call._call_callback_hooks, call._call_lightning_module_hook, call._call_lightning_datamodule_hook = (
+                _originals
+            )
+            _originals.clear()
 
 
 def _call_callbacks(
     original: Callable[..., None], trainer: L.Trainer, hook_name: str, *args: Any, **kwargs: Any
 ) -> None:
-    counters = TRAINING.get(trainer) if hook_name in _CALLBACK_HOOKS else None
-    if counters is None or not any(goes_by_client(callback, hook_name) for callback in callbacks_of(trainer)):
+    counters = TRAINING.get(trainer)
+    users = _NOBODY if counters is None else counters.users.get(hook_name, _NOBODY)
+    if counters is None or not users:
         original(trainer, hook_name, *args, **kwargs)
         return
-    module = trainer.lightning_module
+    module, of_client = trainer.lightning_module, _of_client(counters, hook_name, args)
     before, module._current_fx_name = module._current_fx_name, hook_name
     for callback in callbacks_of(trainer):
-        own = goes_by_client(callback, hook_name)
-        given = _of_client(counters, hook_name, args) if own else args
+        is_user = id(callback) in users
         profiled = trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook_name}")  # type: ignore[attr-defined]
-        with profiled, counters.client() if own else counters.totals():
-            getattr(callback, hook_name)(trainer, module, *given)
+        with profiled, counters.client() if is_user else counters.totals():
+            getattr(callback, hook_name)(trainer, module, *(of_client if is_user else args))
     module._current_fx_name = before
 
 
@@ -66,8 +100,8 @@ def _call_module(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    counters = TRAINING.get(trainer) if hook_name in _MODULE_HOOKS else None
-    if counters is None or not is_users(getattr(owner(trainer), hook_name)):
+    counters = TRAINING.get(trainer)
+    if counters is None or id(owner(trainer)) not in counters.users.get(hook_name, _NOBODY):
         return original(trainer, hook_name, *args, **kwargs)
     if hook_name == "optimizer_step":
         _, _, optimizer, closure = args

@@ -31,6 +31,7 @@ from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.experience import ExperienceEnds, history_of
 from lightning_fcl.simulation.federation import Federation, extra_of, forget_experiences
+from lightning_fcl.simulation.hook_calls import find_users
 from lightning_fcl.simulation.isolation import isolation_of
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
 
@@ -145,6 +146,7 @@ class Round:
         self.steps_before = federation.module.trainer.global_step
         if federation.methods:
             driver_of(federation.module.trainer).rest_frozen(federation.module)
+        federation.strategy.counters.users = find_users(federation.module.trainer)
         extra = extra_of(federation)
         forget_experiences(federation, extra, self.number)
         federation.server.begin_round(federation.module, federation.strategy.rules, extra)

@@ -37,9 +37,9 @@ from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.vectorized import StackedPrecision, flush_denormals
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
+from lightning_fcl.simulation.client_steps import take_over_steps, take_step
 from lightning_fcl.simulation.counters import ClientCounters
 from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
-from lightning_fcl.simulation.hook_calls import replace_calls
 from lightning_fcl.simulation.hooks import FitHooks, TrainerLimits, common_batches
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, require_begun
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
@@ -186,7 +186,6 @@ class FederatedStrategy(RanksStrategy):
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
         self.connected = True
-        replace_calls()
         callbacks = callbacks_of(model.trainer)
         refuse_other_lightning(model.trainer.datamodule, *callbacks)  # type: ignore[attr-defined]
         if self._hooks not in callbacks:
@@ -203,7 +202,7 @@ class FederatedStrategy(RanksStrategy):
             check_module(trainer.lightning_module)
             schedules = [settings_of(config.scheduler) for config in self.lr_scheduler_configs]
             self._hooks.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
-            self._take_over_steps(trainer)
+            take_over_steps(self, trainer)
         else:
             warn_of_own_entries(self.federation)
 
@@ -216,29 +215,6 @@ class FederatedStrategy(RanksStrategy):
         trainer.fit_loop.epoch_loop.max_steps = most
         if isinstance(trainer.train_dataloader, ClientLoader):
             trainer.fit_loop._combined_loader = None  # which has no rounds yet
-
-    def _take_over_steps(self, trainer: L.Trainer) -> None:
-        """Accumulate gradients, and step schedulers by step, within a client: Lightning would do so across clients."""
-        self.schedules = self.lr_scheduler_configs
-        by_step = [config for config in self.lr_scheduler_configs if config.interval == "step"]
-        self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
-        module = self.federation.module
-
-        def step(scheduler: Any) -> None:
-            with self.counters.after_step():
-                module.lr_scheduler_step(scheduler, None)
-
-        self.local_steps = LocalSteps(
-            trainer.accumulate_grad_batches,
-            by_step,
-            step,
-            None if module.automatic_optimization else self.lr_scheduler_configs,
-        )
-        trainer.accumulate_grad_batches = 1
-        # A loader is a round. That rounds are short, and unlike, is no reason to warn.
-        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        for known in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
-            warnings.filterwarnings("ignore", known)
 
     def teardown(self) -> None:
         """Before all is put away: a fit that was continued with nothing left to train begins and ends as any other.
@@ -312,24 +288,7 @@ class FederatedStrategy(RanksStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
         with self.counters.totals():
-            return self._take_step(optimizer, closure, partial(super().optimizer_step, model=model, **kwargs))
-
-    def _take_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[[Optimizer, Callable[[], Any]], Any]
-    ) -> Any:
-        federation, local = self.federation, self.local_steps
-        cohort = require_begun(federation.round.cohort, "a batch")
-        gather = local.next(optimizer, closure, cohort.active, cohort.last_batch)
-        if not local.complete:
-            return gather()
-        result = federation.trainer.optimizer_step(lambda: step(optimizer, gather), local.active)
-        if local.by_hand is not None:
-            return result
-        (own,) = federation.optimizers  # of a module that leaves its steps to Lightning
-        local.stepped(own, optimizer)
-        if cohort.last_batch and not federation.round.cohorts:  # schedules by round step before the batch has ended
-            local.end_schedules(own)
-        return result
+            return take_step(self, optimizer, closure, partial(super().optimizer_step, model=model, **kwargs))
 
     def use_optimizer(self) -> None:
         """Let Lightning step the optimizers of the clients at hand."""

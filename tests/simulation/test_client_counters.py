@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.simulation.counters import TRAINING
+from lightning_fcl.simulation.hook_calls import TRAINING
 
 SAMPLES = {"a": 56, "b": 40, "c": 8}  # in batches of eight
 
