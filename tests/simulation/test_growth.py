@@ -32,15 +32,12 @@ def grow(value, steps):
     ],
 )
 def test_growth_applied_to_a_snapshot_gives_the_value(make, steps):
-    """In whatever order processes have trained: the last step's process has not seen the others."""
-    value = make()
+    value, whole = make(), make()
     start, found = grow(value, steps)
-    whole = make()
-    grow(whole, steps)
-    extend = list.extend
-    assert apply(start, joined(found), extend) == whole
-    assert list(value) == list(whole)
-    assert value is start.value
+    for step in steps:
+        step(whole)
+    assert apply(start, joined(found), list.extend) is value
+    assert value == whole and list(value) == list(whole)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +63,29 @@ def test_change_of_nothing_is_none():
         assert change(snapshot(value, copies=True), value) is None
 
 
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [
+        (lambda: [1], [lambda v: v.append(2), lambda v: v.extend([3, 4])]),
+        (lambda: {"n": 1, "a": []}, [lambda v: v.update(n=3), lambda v: v["a"].append(1)]),
+        (Counter, [lambda v: v.update("ab"), lambda v: v.update("bc")]),
+        (lambda: defaultdict(list), [lambda v: v[1].append(0), lambda v: [v[2].append(2), v[1].append(1)]]),
+    ],
+)
+def test_growth_of_two_processes_gives_each_the_value_of_one(make, steps):
+    """Each process has trained one of the clients. Keys and items come in the clients' order on both."""
+    whole = make()
+    for step in steps:
+        step(whole)
+    values = [make() for _ in steps]
+    processes = [grow(value, [step]) for value, step in zip(values, steps, strict=True)]
+    every = [found[0] for _, found in processes]
+    for value, (start, _) in zip(values, processes, strict=True):
+        assert apply(start, joined(every), list.extend) is value
+        assert value == whole and list(value) == list(whole)
+
+
 def test_two_clients_that_set_one_new_key_are_not_merged():
-    """It may be a sum."""
-    start = snapshot({}, copies=False)
-    assert not is_merged(joined([change(start, start.value | {"x": 1.5}) or change(None, {"x": 1.5})] * 2))
+    """The value may be a sum."""
+    every = [grow({}, [lambda v: v.update(x=1.5)])[1][0] for _ in range(2)]
+    assert is_merged(every[0]) and not is_merged(joined(every))
