@@ -82,6 +82,11 @@ class RoundLog:
         if self._kept.batch is None or not kwargs.get("on_epoch"):
             self._log(name, value, *args, **kwargs)
             return
+        if isinstance(value, Metric) and all(part is not value for part in self._module.modules()):
+            raise ValueError(
+                f"Expected the metric that is logged as `{name}` to be an attribute of the module, but found no such "
+                "attribute. Assign the metric to an attribute in `__init__`."
+            )
         steps = bool(kwargs.get("on_step", True))
         self._kept(name, value, *args, **kwargs)
         self._options[name] = {option: kwargs[option] for option in _SHOWN if option in kwargs} | {"steps": steps}
@@ -96,14 +101,13 @@ class RoundLog:
             return
         metrics = {path: part for path, part in self._module.named_modules() if isinstance(part, Metric)}
         paths = {id(metric): path for path, metric in metrics.items()}
-        logged = {name: paths.get(id(metric), "") for name, metric in kept.metrics.items() if metric is not None}
+        logged = {name: paths[id(metric)] for name, metric in kept.metrics.items() if metric is not None}
         numbers = {name: [(value.cpu(), size) for value, size in found] for name, found in kept.numbers.items()}
         shared = self._ranks.share((numbers, kept.reductions, logged, options))
         values: dict[str, float | Metric] = {}
         for theirs in shared:
             # The states of all processes are in a metric. Lightning computes its value, and resets it after the epoch.
-            found = {name: metrics.get(path, kept.metrics.get(name)) for name, path in theirs[2].items()}
-            values |= {name: metric for name, metric in found.items() if metric is not None}
+            values |= {name: metrics[path] for name, path in theirs[2].items()}
             for name in theirs[1].keys() - values.keys():
                 every = [one for rank in shared for one in rank[0].get(name, [])]
                 values[name] = float(_reduced(every, theirs[1][name]))

@@ -57,7 +57,7 @@ def is_mergeable(metric: Metric) -> bool:
     """Return whether states of clients that trained apart can be merged to the state of all of them.
 
     Tensors whose ``dist_reduce_fx`` is None are stacked, as torchmetrics stacks those of several processes. The metric
-    has to reduce the stack in `compute`, which is tried on two default states.
+    has to reduce the stack in `compute`, which is tried on three default states.
     """
     if isinstance(metric, Running):  # The window holds the last updates of one process.
         return False
@@ -70,7 +70,7 @@ def is_mergeable(metric: Metric) -> bool:
             warnings.simplefilter("ignore")
             set_state(trial, default._replace(updates=1))
             alone = torch.as_tensor(trial.compute()).shape
-            set_state(trial, merged(trial, [default._replace(updates=1)] * 2))
+            set_state(trial, merged(trial, [default._replace(updates=1)] * 3))
             return torch.as_tensor(trial.compute()).shape == alone
     except Exception:
         return False

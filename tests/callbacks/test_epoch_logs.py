@@ -1,5 +1,7 @@
 """What a module logs in its training steps, on one process and on several."""
 
+from types import SimpleNamespace
+
 import lightning.pytorch as L
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.callbacks import FedProx
+from lightning_fcl.callbacks.epoch_log import RoundLog
 
 
 class Chatty(L.LightningModule):
@@ -78,3 +81,12 @@ def test_what_is_logged_for_a_round_does_not_depend_on_the_number_of_processes(f
         assert last == pytest.approx(found[0][0], abs=1e-6) and losses == pytest.approx(found[0][1], abs=1e-6)
         assert rates == found[0][2] and not patched
     assert len(set(found[0][1])) > 1 and len(set(found[0][2])) > 1
+
+
+def test_a_logged_metric_that_is_no_attribute_raises():
+    module = Chatty()
+    logs = RoundLog(module, SimpleNamespace(number=2, rank=0))
+    logs.train(torch.zeros(2))
+    module.log("auroc", module.auroc, on_step=False, on_epoch=True)
+    with pytest.raises(ValueError, match="Expected the metric that is logged as `loose` to be an attribute"):
+        module.log("loose", MulticlassAccuracy(4), on_step=False, on_epoch=True)
