@@ -9,6 +9,7 @@ started in an earlier experience).
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -82,9 +83,12 @@ def final_accuracy(seed: int, anew: bool, options: Mapping[str, Any]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of the runs, at least 2")
+    seeds = parser.parse_args().seeds
     for name, options in SETTINGS.items():
         for anew in (False, True):
-            found = [final_accuracy(seed, anew, options) for seed in SEEDS]
+            found = [final_accuracy(seed, anew, options) for seed in seeds]
             mean, spread = statistics.mean(found), statistics.stdev(found)
             print(f"{name}: {'anew' if anew else 'last'} {mean:.3f} ± {spread:.3f}", flush=True)
 

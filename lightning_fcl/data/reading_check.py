@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,16 @@ def changes_of(read: Callable[[], Any], roots: Mapping[str, object]) -> tuple[li
             second.restore()
     finally:
         first.restore()
+
+
+@contextmanager
+def restored_reading(samples: Samples, rows: IntArray, part: str) -> Iterator[None]:
+    """Temporarily read some samples: state that reading them changes is restored, as in `changes_of`."""
+    snapshot = _Snapshot(samples.readers(rows, part))
+    try:
+        yield
+    finally:
+        snapshot.restore()
 
 
 class _Snapshot:

@@ -23,6 +23,7 @@ from torch import nn
 from lightning_fcl.data.attached import transfer_batch
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.data.reading_check import restored_reading
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.protocol import ListensToClients
@@ -144,7 +145,13 @@ class TrialSteps:
         samples, size = self._federation.stream.samples, min(_SAMPLES, self._federation.stream.batch_size)
         with isolate_rng():
             rows = [(np.resize(own, (_STEPS, size)), part) for _, own, part in self._clients]
-            return [[samples.take(batch, part) for batch in own] for own, part in rows]
+            if not samples.draws:
+                return [[samples.take(batch, part) for batch in own] for own, part in rows]
+            found = []
+            for own, part in rows:
+                with restored_reading(samples, own.flatten(), part):
+                    found.append([samples.take(batch, part) for batch in own])
+            return found
 
     def _note_counts(self) -> Callable[[], None]:
         """Note Lightning's counters of steps; the function that is returned restores them."""

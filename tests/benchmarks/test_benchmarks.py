@@ -18,6 +18,7 @@ RUNS = {
     "level_with_avalanche": (["--quick", "--out", "."], ["| split digits | A-GEM |", "| permuted digits | Replay |"]),
     "attention_step": (["--networks", "pvt", "--repeats", "1"], ["| pvt |"]),
     "fedvit_step": (["--quick"], ["step with 10 past tasks", "projection"]),
+    "what_lasts": (["--help"], ["--seeds"]),
     "reservoir": (["--help"], ["--quick"]),  # its smallest run takes most of a minute
 }
 
