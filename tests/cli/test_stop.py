@@ -39,6 +39,7 @@ class Sends(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.current_epoch == self.round and batch_idx == 3:
+            self.round = None  # the first client of the round that has four batches, and no other one
             for name in self.signals:
                 os.kill(os.getpid(), signal.Signals[name])
 
