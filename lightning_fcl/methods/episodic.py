@@ -177,17 +177,17 @@ def with_task(memory: Memory, samples: Memory, task: int) -> Memory:
     device = first.device
     new = {**samples, "task": torch.full((len(first),), task, device=device)}
     if "task" in memory:
-        kept = without_task(memory, task)
-        new = {name: torch.cat([kept[name].to(device), value]) for name, value in new.items()}
+        kept = memory["task"].to(device) != task
+        new = {name: torch.cat([memory[name].to(device)[kept], value]) for name, value in new.items()}
     return {**memory, **new}
 
 
 def without_task(memory: Memory, task: int) -> Memory:
-    """Return the samples of a state, as `with_task` makes it, without those of a task."""
+    """Return a state of samples alone, as `with_task` makes it of none, without the samples of a task."""
     if "task" not in memory:
         return memory
-    number, kept = len(memory["task"]), memory["task"] != task
-    return {name: value[kept] if len(value) == number else value for name, value in memory.items()}
+    kept = memory["task"] != task
+    return {name: value[kept] for name, value in memory.items()}
 
 
 def add_to_task(memory: Memory, result: Memory, samples: Memory, task: int) -> Memory:
