@@ -170,11 +170,17 @@ def transformed(transform: ReplayTransform, samples: Any, seed: int, *key: str |
     """
     if not isinstance(samples, Mapping):
         x, *rest = samples
-        named = transformed(_of_inputs(transform), {"x": x}, seed, *key)
-        return [named["x"], *rest]
+        return [_transformed(transform, _of_inputs(transform), {"x": x}, seed, *key)["x"], *rest]
+    return _transformed(transform, transform, samples, seed, *key)
+
+
+def _transformed(
+    transform: ReplayTransform, of_dicts: ReplayTransform, samples: Mapping[str, Tensor], seed: int, *key: str | int
+) -> dict[str, Tensor]:
+    """Return samples by name after a transform in its form for dicts, with the generators of the transform seeded."""
     rows = range(number_of(samples))
     with _seeded(transform, seed, "replay transform", *key), torch.no_grad():
-        changed = [_checked(transform, {name: value[row] for name, value in samples.items()}) for row in rows]
+        changed = [_checked(of_dicts, {name: value[row] for name, value in samples.items()}) for row in rows]
     return {name: torch.stack([one[name] for one in changed]) for name in samples}
 
 
