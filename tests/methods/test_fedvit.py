@@ -319,7 +319,7 @@ def test_who_does_not_use_it_or_has_left_is_left_alone(fit):
         store = fit(make_task(), make_stream(rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
         return store.strategy.server.store
 
-    assert set(kept(FedViT(clients=["0"], integrate_last=True), 3)["1"]) == {"model"}
+    assert set(kept(FedViT(clients=["0"], integrate_last=True), 3)["1"]) == {"model", "progress"}
     before, after = (kept(FedViT(integrate_last=True), epochs, swarm=Swarm(leaves={"1": 4})) for epochs in (4, 6))
     assert "at" in before["1"]["FedViT"]  # it has left in the midst of its task
     torch.testing.assert_close(after["1"], before["1"], rtol=0, atol=0)
