@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,12 +95,24 @@ def method_obstacle(
         padded: Whether batches are padded.
     """
     trial = None
-    for method in methods:
-        if overrides(method, "penalty") or overrides(method, "task_weight"):
-            trial = trial or _MethodTrial(module, optimizer, batch, padded)
-            if obstacle := trial.find_obstacle(method):
-                return obstacle
+    with _first_round(module.trainer):
+        for method in methods:
+            if overrides(method, "penalty") or overrides(method, "task_weight"):
+                trial = trial or _MethodTrial(module, optimizer, batch, padded)
+                if obstacle := trial.find_obstacle(method):
+                    return obstacle
     return None
+
+
+@contextmanager
+def _first_round(trainer: L.Trainer) -> Iterator[None]:
+    """Temporarily let the Trainer be in its first round, so that a resumed fit makes the same choice."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    processed, progress.processed = progress.processed, 0
+    try:
+        yield
+    finally:
+        progress.processed = processed
 
 
 class _MethodTrial:
