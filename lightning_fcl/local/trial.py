@@ -123,7 +123,9 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> Obstacle | 
     watchers: list[tuple[object, type]] = [(module, L.LightningModule), *((callback, Callback) for callback in others)]
     for watcher, plain in watchers:
         for hook in STEP_HOOKS + BATCH_HOOKS:
-            if _function(getattr(watcher, hook, None)) is not getattr(plain, hook, None):
+            # A `LambdaCallback` has its hooks as attributes.
+            holder = watcher if isinstance(watcher, LambdaCallback) else type(watcher)
+            if _function(getattr(holder, hook, None)) is not getattr(plain, hook, None):
                 return Obstacle(Reason.OVERRIDES, (f"`{type(watcher).__name__}` overrides `{hook}`",))
     overridden = overridden_hook(stream.data, stream, module)
     return None if overridden is None else Obstacle(Reason.OVERRIDES, (overridden,))

@@ -279,12 +279,14 @@ class FedCBDR(Method):
         if not ended:
             return
         rank, inverse = int(torch.linalg.matrix_rank(gram, hermitian=True)), torch.linalg.pinv(gram, hermitian=True)
-        for part in ended:
-            memory = server.store.memory(part.client, self.section) if federation.hosts(part.client) else {}
+        hosted = {part.client for part in ended if federation.hosts(part.client)}
+        memories = {client: server.store.memory(client, self.section) for client in hosted}
+        having = {client for client, memory in memories.items() if section(memory, "new")}
+        for client in sorted(set().union(*federation.strategy.ranks.share(having))):
+            server.record.download(client, gram.nbytes)
+        for part in (part for part in ended if part.client in having):
+            memory = memories[part.client]
             new = section(memory, "new")
-            if not new:
-                continue
-            server.record.download(part.client, gram.nbytes)
             scores = leverage(new.pop("features"), inverse).cpu()
             size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
             generator = torch.Generator().manual_seed(seed_of(federation.seed, part.client, part.round, self.section))

@@ -225,37 +225,37 @@ def test_past_tasks_are_rehearsed_from_a_task_s_first_round(fit):
     stream, watch = fedvit(), Watch()
     method = DyToxTraining(4, balanced_epochs=0)
     trainer = fit(make_task(task_incremental=True), stream, [method, watch], participation=0.4, seed=1)
-    for client_round, *_ in watch.steps:
-        assert client_round.rehearsed == 4 * client_round.experience
-    for client in stream.plan.clients:  # many were not drawn for a task's last round, some for none of its rounds
-        memory = trainer.strategy.server.store[client]["DyToxTraining"]
-        assert memory["task"].bincount().tolist() == [4, 4, 4]
-        assert memory["old"].all()
-        for number, block in enumerate(stream.plan.task_classes[client]):
-            assert set(memory["y"][memory["task"] == number].tolist()) <= set(block)
+    drawn, plan = trainer.strategy.federation.participation.drawn, stream.plan
+    trained = {c: [r for r in range(plan.rounds) if c in drawn(plan, r)] for c in plan.clients}
+    tasks = {c: [plan.experiences[c][r] for r in rounds] for c, rounds in trained.items()}
+    for part, *_ in watch.steps:
+        assert part.rehearsed == 4 * len({task for task in tasks[part.client] if task < part.experience})
+    for client in plan.clients:  # many were not sampled in a task's last round, some in none of its rounds
+        memory = trainer.strategy.server.store.memory(client, "DyToxTraining")
+        found = memory.get("task", torch.zeros(0, dtype=torch.long)).bincount(minlength=3).tolist()
+        assert found == [4 * (task in tasks[client]) for task in range(3)]
+        blocks = [set(block) for task, block in enumerate(plan.task_classes[client]) if task in tasks[client]]
+        if tasks[client]:
+            assert set(memory["old"].nonzero()[:, 0].tolist()) == set().union(*blocks)
+        for task in set(tasks[client]):
+            own = set(plan.task_classes[client][task])
+            assert set(memory["y"][memory["task"] == task].tolist()) <= own
 
 
 @pytest.mark.seconds
-def test_the_teacher_is_the_model_at_the_end_of_the_task_before(fit):
+def test_the_teacher_is_the_client_s_model_after_its_latest_round(fit):
     stream, kept = fedvit(), {}
 
     class Keep(Callback):
         def on_client_end(self, trainer, module, client_round):
-            if client_round.last_round:
-                kept[client_round.client] = {n: v.clone() for n, v in module.state_dict().items()}
+            kept[client_round.client] = {n: v.clone() for n, v in module.state_dict().items()}
 
         def on_train_epoch_end(self, trainer, module):
             store = trainer.strategy.server.store
-            for client in stream.plan.clients:
-                if client not in kept and stream.client_round(client, trainer.current_epoch).last_round:
-                    kept[client] = {n: v.clone() for n, v in module.state_dict().items()}
             for client, state in kept.items():
-                memory = store[client]["DyToxTraining"]
+                memory = store.memory(client, "DyToxTraining")
                 assert all(torch.equal(memory[f"teacher.{name}"], value) for name, value in state.items())
                 checked.append(client)
-            if trainer.current_epoch % 2:
-                return
-            kept.clear()
 
     checked = []
     fit(make_task(task_incremental=True), stream, [DyToxTraining(4), Keep()], participation=2, seed=1)

@@ -278,8 +278,8 @@ def test_clients_that_are_not_drawn(fit):
     fit(task, make_stream(4, rounds=3), [watch, method], reductions=OWN, participation=1, seed=1)
     drawn = [set(now.log.trained) for now in watch.rounds]
     for end in (2, 5, 8):
-        having = set().union(*drawn[end - 2 : end + 1])
-        assert drawn[end] < set(watch.rounds[end].log.upload_bytes) == having
+        for round in range(end - 2, end + 1):  # each may be the client's last one of the task
+            assert set(watch.rounds[round].log.upload_bytes) == drawn[round]
     for number, now in enumerate(watch.rounds[3:], 3):
         assert set(now.known) == set().union(*drawn[: number // 3 * 3])
     for client, kept in watch.rounds[-1].clients.items():
@@ -288,12 +288,12 @@ def test_clients_that_are_not_drawn(fit):
 
 
 @pytest.mark.seconds
-def test_who_is_out_of_reach_publishes_when_it_is_back(fit):
+def test_client_out_of_reach_in_the_last_round_has_published_before(fit):
     method = FedWEIT()
     watch = Watch(method)
     fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(missing={"1": [1]}))
     assert watch.rounds[1].log.missed == ["1"] and set(watch.rounds[1].log.upload_bytes) == {"0", "2"}
-    assert [set(now.known) for now in watch.rounds[1:5]] == [set(), {"0", "2"}, {"0", "2"}, {"0", "1", "2"}]
+    assert [set(now.known) for now in watch.rounds[1:5]] == [set(), {"0", "1", "2"}, {"0", "1", "2"}, {"0", "1", "2"}]
 
 
 @pytest.mark.seconds

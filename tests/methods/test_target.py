@@ -142,8 +142,8 @@ def test_training_equals_a_loop_that_distills_old_classes_on_the_images(fit):
 
     class Watched(TARGET):
         def penalty(self, client, step):
-            if step.recalled:
-                drawn.append({name: value.clone() for name, value in step.recalled.items()})
+            if step.replay_samples:
+                drawn.append({name: value.clone() for name, value in step.replay_samples.items()})
             return super().penalty(client, step)
 
     made = Watched(kd=3.0, images=24, batch_size=8, steps=3, width=4)
