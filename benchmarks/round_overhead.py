@@ -49,16 +49,23 @@ def har_case():
 
 
 class Clock(Callback):
-    """When the second epoch of a fit began, and when its last one ended: the first warms up."""
+    """When the second epoch of a fit began, and when its last one ended: the first warms up.
+
+    Args:
+        now: Returns the current time in seconds.
+    """
+
+    def __init__(self, now=time.perf_counter):
+        self.now = now
 
     def on_train_epoch_start(self, trainer, pl_module):
         """Start the clock."""
         if trainer.current_epoch == 1:
-            self.start = time.perf_counter()
+            self.start = self.now()
 
     def on_train_epoch_end(self, trainer, pl_module):
         """Stop it, until the next epoch has ended."""
-        self.end = time.perf_counter()
+        self.end = self.now()
 
 
 def trainer_of(clock, rounds, strategy):
@@ -69,7 +76,7 @@ def trainer_of(clock, rounds, strategy):
     )  # fmt: skip
 
 
-def through_trainer(case, rounds):
+def through_trainer(case, rounds, now=time.perf_counter):
     """Seconds per round inside one `Trainer.fit`, without its start."""
     (x, y), client, model, classes, batch_size = case
     stream = FederatedStream.from_arrays(
@@ -82,7 +89,7 @@ def through_trainer(case, rounds):
         seed=0,
     )
     task = Classifier(copy.deepcopy(model), classes, lambda params: torch.optim.SGD(params, lr=0.01))
-    clock = Clock()
+    clock = Clock(now)
     trainer_of(clock, rounds, FederatedStrategy(seed=0)).fit(task, datamodule=stream)
     return (clock.end - clock.start) / rounds, task.model.state_dict()
 

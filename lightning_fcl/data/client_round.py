@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -62,34 +63,53 @@ class ClientRound:
 class SampleHistory:
     """The numbers of a client's samples of a round, and of the samples of earlier rounds that the client trained in.
 
-    A number is the position of a sample in the dataset of the stream.
+    A number is the position of a sample in the dataset of the stream. Everything else is computed when it is read.
 
     Args:
-        numbers: Numbers of the samples of the round, in their order, shape (n,).
-        experience: Numbers of the samples of earlier rounds of the current experience, ascending.
-        past: Numbers of the samples of earlier experiences, ascending.
-        covers_experience: Whether the round has all samples of earlier rounds of the experience.
+        numbers: Numbers of the samples that were read in the round, in their order, shape (n,).
+        available: Numbers of all samples of the round; more than ``numbers`` if batches are dropped.
+        experience: Numbers of the samples of each earlier round of the current experience.
+        past: Numbers of the samples of each round of earlier experiences.
 
     Example:
-        >>> history = SampleHistory(np.array([4, 5, 6]), np.array([5]), np.array([1, 6]), covers_experience=True)
-        >>> history.new, history.new_in_experience
-        (tensor([ True, False, False]), tensor([ True,  True, False]))
+        >>> numbers = np.array([4, 5, 6])
+        >>> history = SampleHistory(numbers, numbers, [np.array([5])], [np.array([1, 6])])
+        >>> history.new, history.new_in_experience, history.covers_experience
+        (tensor([ True, False, False]), tensor([ True,  True, False]), True)
     """
 
     numbers: NDArray[np.int64]
-    experience: NDArray[np.int64]
-    past: NDArray[np.int64]
-    covers_experience: bool
+    available: NDArray[np.int64]
+    experience: Sequence[NDArray[np.int64]] = ()
+    past: Sequence[NDArray[np.int64]] = ()
 
-    @property
+    @cached_property
+    def covers_experience(self) -> bool:
+        """Whether the round has all samples of earlier rounds of the experience."""
+        return all(bool(np.isin(earlier, self.available).all()) for earlier in self._others)
+
+    @cached_property
     def new(self) -> Tensor:
         """Whether each sample of the round is in no earlier round that the client trained in, shape (n,)."""
-        return self.new_in_experience & torch.from_numpy(~np.isin(self.numbers, self.experience))
+        if len(self._others) < len(self.experience):  # an earlier round had the same samples
+            return torch.zeros(len(self.numbers), dtype=torch.bool)
+        return self.new_in_experience & ~self._within(self._others)
 
-    @property
+    @cached_property
     def new_in_experience(self) -> Tensor:
         """Whether each sample of the round is in no earlier experience that the client trained in, shape (n,)."""
-        return torch.from_numpy(~np.isin(self.numbers, self.past))
+        return ~self._within(self.past)
+
+    @cached_property
+    def _others(self) -> list[NDArray[np.int64]]:
+        """The earlier rounds of the experience whose samples are not those of the current round."""
+        return [earlier for earlier in self.experience if earlier is not self.available]
+
+    def _within(self, rounds: Sequence[NDArray[np.int64]]) -> Tensor:
+        """Return whether each sample of the round is in one of the rounds."""
+        if not rounds:
+            return torch.zeros(len(self.numbers), dtype=torch.bool)
+        return torch.from_numpy(np.isin(self.numbers, np.concatenate(list({id(own): own for own in rounds}.values()))))
 
 
 class ClientRounds(Sequence[ClientRound]):

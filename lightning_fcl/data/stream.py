@@ -279,14 +279,12 @@ class FederatedStream(L.LightningDataModule):
 
     def sample_history(self, client: str, round: int, trained: Iterable[int]) -> SampleHistory:
         """Return the numbers of a client's samples of a round and of the earlier rounds that the client trained in."""
-        plan = self.plan
-        numbers, current = plan.experiences[client], plan.experiences[client][round]
-        parts: dict[bool, list[IntArray]] = {True: [EMPTY], False: [EMPTY]}
+        numbers, train = self.plan.experiences[client], self.plan.train
+        parts: dict[bool, list[IntArray]] = {True: [], False: []}
         for earlier in trained:
-            parts[numbers[earlier] == current].append(plan.train[earlier].get(client, EMPTY))
-        experience, past = (np.unique(np.concatenate(parts[same])) for same in (True, False))
-        rows = plan.train[round].get(client, EMPTY)
-        return SampleHistory(rows, experience, past, bool(np.isin(experience, rows).all()))
+            parts[numbers[earlier] == numbers[round]].append(train[earlier].get(client, EMPTY))
+        rows = train[round].get(client, EMPTY)
+        return SampleHistory(rows, rows, parts[True], parts[False])
 
     def batch_rows(self, client: str, round: int) -> list[IntArray]:
         """Return the numbers of the samples of each batch of a round in a plain Trainer."""

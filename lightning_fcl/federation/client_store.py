@@ -255,12 +255,14 @@ class ClientStore:
 
 def trained_rounds(kept: ClientState) -> list[int]:
     """Return the rounds that a client has trained in, ascending, if its state has them."""
-    return [int(number) for number in kept.get(PROGRESS, {}).get("rounds", ())]
+    return kept[PROGRESS]["rounds"].tolist() if PROGRESS in kept else []
 
 
 def with_progress(kept: ClientState, round: int, experience: int) -> Memory:
     """Return the section of the rounds that a client has trained in, with one more."""
-    rounds = torch.tensor([*trained_rounds(kept), round])
+    rounds = torch.tensor([round])
+    if PROGRESS in kept:
+        rounds = torch.cat([kept[PROGRESS]["rounds"], rounds])
     return {"rounds": rounds, "experience": torch.tensor(experience)}
 
 
@@ -292,7 +294,7 @@ def enter_round(kept: ClientState, experience: int, accepted: int) -> ClientStat
     if int(kept[PROGRESS]["experience"]) != experience:
         return plain
     state = {s: kept.get(s + WITHIN, {}) if has_result(kept, s) else memory for s, memory in plain.items()}
-    arrived = trained_rounds(kept)[-1] == accepted
+    arrived = int(kept[PROGRESS]["rounds"][-1]) == accepted
     for section in (section for section in kept if section.endswith((SENT, SENDING))):
         name = section.split("/")[0]
         latest = kept.get(name + SENDING) if arrived else None

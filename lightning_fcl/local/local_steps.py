@@ -56,12 +56,13 @@ class LocalSteps:
         self._batches = self._steps = 0
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._start: tuple[list[Groups], list[dict[str, Any]]] | None = None  # of the round's clients
-        self._ended: tuple[list[Groups], list[dict[str, Any]]] | None = None  # as the round has left them
+        self._before_hooks: tuple[list[Groups], list[dict[str, Any]]] | None = None  # of the last batch
         self._steps_within = False  # whether clients have stepped schedulers by hand before their last batch
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Clients begin: note where schedules and optimizers stand when a round's first ones do, and go back to it."""
         self._batches = self._steps = 0
+        self._before_hooks = None
         self._sums.clear()
         if self._start is None:
             self._start = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
@@ -74,6 +75,10 @@ class LocalSteps:
         """Note whether these clients have stepped schedulers by hand before their last batch."""
         if self.by_hand and self._start is not None:
             self._steps_within |= self._schedules() != self._start[1]
+
+    def end_batches(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note the rates after the last batch: its hooks may change them, which no other client must see."""
+        self._before_hooks = _copied([*map(group_values, optimizers)]), copy.deepcopy(self._schedules())
 
     def end_schedules(self, optimizer: Optimizer) -> None:
         """These clients' last step is done: back to the start of the schedules, before those by round step."""
@@ -89,16 +94,12 @@ class LocalSteps:
             return
         groups, schedules = start
         if by_round:
-            groups = [_with_rates(own, group_values(o)) for own, o in zip(groups, optimizers, strict=True)]
+            rates, before = [*map(group_values, optimizers)], self._before_hooks
             schedules = self._schedules()
+            if before is not None and before[1] == schedules:  # otherwise a hook has stepped a schedule by round
+                rates = before[0]
+            groups = [_with_rates(*pair) for pair in zip(groups, rates, strict=True)]
         self._go_back(optimizers, groups, schedules)
-        self._ended = _copied(groups), copy.deepcopy(schedules)
-
-    def settle(self, optimizers: Sequence[Optimizer]) -> None:
-        """Restore what the last client's hooks have changed in the optimizers after the end of the round."""
-        ended, self._ended = self._ended, None
-        if ended is not None and self._schedules() == ended[1]:  # otherwise a hook has stepped a schedule by round
-            self._go_back(optimizers, *ended)
 
     def _schedules(self) -> list[dict[str, Any]]:
         return [config.scheduler.state_dict() for config in (*self._configs, *(self.by_hand or ()))]

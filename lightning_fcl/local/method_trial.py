@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -178,13 +179,14 @@ class _MethodTrial:
     # The input of the trial.
 
     def _inputs(self, method: Declaration) -> Iterator[_Inputs]:
-        """Yield drawn targets and outputs, with method state of a first round and with drawn method state."""
+        """Yield drawn targets and outputs, with method state of a first round, of a later one, and drawn."""
         for composition in _COMPOSITIONS:
             batches, outputs = self._batches(composition)
             parts = [self._part(name, batch) for name, batch in zip(_NAMES, batches, strict=True)]
             kept = {f"{method.section}.{n}": v for n, v in _copied(method).server_state(self._module).items()}
             server: State = {**self._begun, **kept}
             clients = [client_of(method, self._module, {}, server, part) for part in parts]
+            memories: Sequence[Memory]
             try:
                 memories = [_copied(method).on_download(client) for client in clients]
             except Exception:  # The method needs more of a client than the trial has.
@@ -193,8 +195,33 @@ class _MethodTrial:
             states = [{**self._begun, **self._drawn(learning)} for _ in _NAMES]
             inputs = _Inputs(parts, states, memories, server, batches, outputs)
             yield inputs
+            if (later := self._later(method, inputs)) is not None:
+                yield later
+                memories = later.memories
             drawn = [self._drawn(memory) for memory in memories]
             yield replace(inputs, memories=drawn, server={**server, **self._drawn(kept)})
+
+    def _later(self, method: Declaration, inputs: _Inputs) -> _Inputs | None:
+        """Return the same input in a later experience; None if the method computes nothing at the end of a round."""
+        if not (overrides(method, "end_round") or overrides(method, "end_experience")):
+            return None
+        parts = [replace(part, round=part.round + 1, experience=part.experience + 1) for part in inputs.parts]
+        memories: list[Memory] = []
+        try:
+            with isolate_rng():
+                for row, (part, later) in enumerate(zip(inputs.parts, parts, strict=True)):
+                    data, own = inputs.batches[row] if method.needs.samples else None, inputs.states[row]
+                    load_entries(self._module, own)
+                    client = client_of(method, self._module, dict(inputs.memories[row]), inputs.server, part)
+                    client.memory = _copied(method).end_round(client, own, data)
+                    client.memory = _copied(method).end_experience(client, own, data)
+                    client = client_of(method, self._module, client.memory, inputs.server, later)
+                    memories.append(_copied(method).on_download(client))
+        except Exception:  # The method needs more of a client than the trial has.
+            return None
+        finally:
+            load_entries(self._module, self._begun)
+        return replace(inputs, parts=parts, memories=memories)
 
     def _batches(self, composition: Composition) -> tuple[list[Batch], list[Tensor]]:
         """Return two clients' batches with drawn targets, and drawn outputs."""

@@ -1,13 +1,20 @@
-"""Samples and a model as the buffers of Avalanche read them."""
+"""The buffers of Avalanche: what they read, and how they select samples."""
 
 from __future__ import annotations
 
+import copy
+import random
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+
+from lightning_fcl.errors import require
+from lightning_fcl.federation.client_store import Memory
 
 if TYPE_CHECKING:
     from avalanche.training.storage_policy import ExemplarsBuffer
@@ -31,10 +38,10 @@ class Items:
 class Agent(SimpleNamespace):
     """The attributes of Avalanche's training loop that a selection strategy may read."""
 
-    def __init__(self, buffer: ExemplarsBuffer | None, model: torch.nn.Module | None, experience: int) -> None:
-        device = next(model.parameters()).device if model is not None else torch.device("cpu")
+    def __init__(self, buffer: ExemplarsBuffer, model: torch.nn.Module, experience: int) -> None:
+        device = next(model.parameters()).device
         clock = SimpleNamespace(train_exp_counter=experience - 1)  # Avalanche adds one
-        asks = type(vars(buffer).get("selection_strategy", buffer)).__name__ if buffer is not None else ""
+        asks = type(vars(buffer).get("selection_strategy", buffer)).__name__
         super().__init__(asks=asks, model=model, device=device, eval_mb_size=256, clock=clock)
 
     def __getattr__(self, name: str) -> Any:
@@ -42,3 +49,77 @@ class Agent(SimpleNamespace):
             f"Expected a selection strategy that asks for the model and its device but `{self.asks}` asks for "
             f"`{name}`, which only Avalanche's own training loop has. Use another."
         )
+
+
+def select(
+    buffer: ExemplarsBuffer,
+    sample: Callable[[int], Any],
+    labels: Tensor,
+    tasks: Tensor,
+    memory: Memory,
+    agent: Agent,
+    generator: torch.Generator,
+) -> tuple[Tensor, Memory]:
+    """Select samples by a buffer of Avalanche.
+
+    Args:
+        buffer: The buffer; a copy of it is used.
+        sample: Returns the sample at a position.
+        labels: The class of each sample, shape (n,). Samples of an earlier selection come first.
+        tasks: The experience of each sample, shape (n,).
+        memory: What the earlier selection returned: ``priority`` or ``group``, shape (kept,).
+        agent: The attributes of Avalanche's training loop.
+        generator: Draws one number.
+
+    Returns:
+        The positions of the selected samples, and the ``priority`` or ``group`` of each.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        require("avalanche", "has the buffers of `Replay`")
+        from avalanche.benchmarks import utils
+        from avalanche.training import storage_policy as policies
+
+    def part(indices: Tensor) -> Any:
+        items = Items(sample, indices, labels)
+        told = [utils.DataAttribute(items.targets, "targets")]
+        told.append(utils.DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
+        return utils.TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
+
+    used: Any = copy.copy(buffer)
+    old = len(next(iter(memory.values()))) if memory else 0
+    single, by_class, parametric = (
+        isinstance(used, getattr(policies, kind))
+        for kind in ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ParametricBuffer")
+    )
+    priority = memory.get("priority", torch.zeros(old))
+    group = labels[:old] if by_class else memory.get("group", torch.zeros(old, dtype=torch.long))
+
+    def restored(number: int) -> Any:
+        """A group of the buffer as it was: Avalanche has no way to restore one."""
+        one: Any = policies.ReservoirSamplingBuffer(used.max_size)
+        if parametric:
+            one = policies._ParametricSingleBuffer(used.max_size, used.selection_strategy)
+        held = torch.nonzero(group == number).flatten()
+        held = held[priority[held].argsort(descending=True, stable=True)]
+        one.buffer, one._buffer_weights = part(held), priority[held]
+        return one
+
+    known = set(group.tolist()) if by_class else dict.fromkeys(group.tolist())
+    if single:
+        used = restored(0)
+    else:
+        used.buffer_groups = {number: restored(number) for number in known}
+        used.seen_classes = used.seen_groups = known if by_class else set(known)
+        used._num_exps = len(known)
+    with isolate_rng(include_cuda=False):
+        seed = int(torch.randint(2**62, (1,), generator=generator))
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        used.post_adapt(agent, SimpleNamespace(dataset=part(torch.arange(old, len(labels)))))
+    groups = {0: used} if single else used.buffer_groups
+    chosen = torch.tensor([item[2] for one in groups.values() for item in one.buffer], dtype=torch.long)
+    if single or by_class:
+        return chosen, {"priority": torch.cat([one._buffer_weights for one in groups.values()])}
+    numbers = [number for number, one in groups.items() for _ in range(len(one.buffer))]
+    return chosen, {"group": torch.tensor(numbers)}

@@ -39,8 +39,6 @@ class Client:
         local_epoch: The local epoch of it, from 0.
         steps: Optimizer steps that it has taken in the round, known when its round ends.
         missed: Whether the server has not heard of the round, known then, too.
-        history: The numbers of the round's samples and of earlier ones, known then, too; None in a plain Trainer
-            without a `FederatedStream`, where samples have no numbers.
         result: In `Method.end_experience` of a method that accumulates samples, the result of the experience's earlier
             rounds that ``data`` adds to; {} if ``data`` has all samples of the experience so far.
         may_end: Whether the client's experience may end with the round.
@@ -68,10 +66,11 @@ class Client:
         self.active = active
         self.batch: Any = None
         self.local_epoch, self.steps, self.missed = 0, 0, False
-        self.history: SampleHistory | None = None
         self.result: Memory = {}
         self.may_end = True
         self._part, self._module, self._section, self._generator = part, module, section, generator
+        self._history: SampleHistory | None = None
+        self._make_history: Callable[[], SampleHistory] | None = None
 
     @property
     def part(self) -> ClientRound:
@@ -102,6 +101,20 @@ class Client:
     def shared(self) -> State:
         """What it has received of the method's `Method.server_state`, by name."""
         return section(self.server, self._section)
+
+    @property
+    def history(self) -> SampleHistory | None:
+        """The numbers of the round's samples and of earlier ones.
+
+        None in a plain Trainer without a `FederatedStream`, where samples have no numbers.
+        """
+        if self._make_history is not None:
+            self._history, self._make_history = self._make_history(), None
+        return self._history
+
+    def set_history(self, make: Callable[[], SampleHistory]) -> None:
+        """Let `history` be the result of ``make``, which is called when the history is first read."""
+        self._make_history = make
 
     @property
     def enters_experience(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
@@ -147,7 +148,7 @@ class MethodDriver(Callback):
             at = self._client_round(trainer, method)
             client = Client(method.memory, server, at, pl_module, section=method.section)
             if stream is not None:
-                client.history = stream.sample_history(at.client, at.round, range(at.round))
+                client.set_history(partial(stream.sample_history, at.client, at.round, range(at.round)))
             kept = method.server_entries
             if client.enters_experience:
                 kept = lasting(method, kept)
@@ -254,7 +255,9 @@ class MethodDriver(Callback):
         for method, began in zip(self.methods, self._clients, strict=True):
             at, data = self._client_round(trainer, method), self._data(method)
             client = Client(began.memory, began.server, at, pl_module, section=method.section)
-            client.steps, client.history = began.steps, self._history(trainer)
+            client.steps = began.steps
+            if stream_of(trainer) is not None:
+                client.set_history(partial(self._history, trainer))
             if client.history is not None and len(at.labels):  # in the order of the batches, as the samples are
                 client.part = replace(at, labels=torch.from_numpy(need_stream(trainer).y[client.history.numbers]))
             if method.server_entries and overrides(method, "contribute"):
@@ -292,11 +295,9 @@ class MethodDriver(Callback):
             data = client.selected(data, history.new_in_experience if covers else history.new)
         return noted(method, client, method.end_experience(client, entries(client.module), data))
 
-    def _history(self, trainer: L.Trainer) -> SampleHistory | None:
-        """Return the numbers of the epoch's samples, in the order of its batches; None without a stream."""
-        stream = stream_of(trainer)
-        if stream is None:
-            return None
+    def _history(self, trainer: L.Trainer) -> SampleHistory:
+        """Return the numbers of the epoch's samples, in the order of its batches."""
+        stream = need_stream(trainer)
         client, epoch = stream.plan.clients[0], trainer.current_epoch
         history = stream.sample_history(client, epoch, range(epoch))
         order = np.concatenate(stream.batch_rows(client, epoch))[: sum(len(y) for _, y in self._seen)]

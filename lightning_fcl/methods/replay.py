@@ -1,14 +1,10 @@
-"""Replay: training on remembered samples, in Avalanche's buffers on plain tensors."""
+"""Replay: training on stored samples, kept as tensors."""
 
 from __future__ import annotations
 
-import copy
-import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import lightning.pytorch as L
@@ -19,11 +15,11 @@ from torch import Tensor
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import argument, one_of, require
+from lightning_fcl.errors import argument, one_of
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.buffer_data import Agent, Items
+from lightning_fcl.methods.buffer_data import Agent, select
 from lightning_fcl.methods.client import Client, is_labelled
 from lightning_fcl.methods.declaration import ReplaySamples, ReplayTransform
 from lightning_fcl.methods.episodic import knows_task, memory_size, with_task, without_task
@@ -50,7 +46,7 @@ _SAMPLE = "sample."
 class Replay(Method):
     """Every batch: joins remembered samples, so that each is seen once per local epoch.
 
-    After a client's local training each of its new samples is offered once to the client's buffer, one of Avalanche's.
+    After a client's local training each of its new samples is offered once to the client's buffer.
     Replay samples never leave the client. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
 
     In a plain Trainer without a `FederatedStream` samples have no numbers: there ``update="round"`` offers the samples
@@ -227,99 +223,67 @@ class Replay(Method):
             named = {name.removeprefix(_SAMPLE): new[name][index] for name in names}
             return named or new["x"][index]
 
-        with self._holding(client, own) as model:
-            chosen, order = self._select(
-                size,
-                sample,
-                labels.cpu(),
-                new["task"].cpu(),
-                places,
-                Agent(self.buffer, model, part.experience),
-                client.generator,
-            )
+        if self.buffer is None:
+            groups = labels.cpu() if self.policy == "class-balanced" else torch.zeros(len(labels), dtype=torch.long)
+            chosen, order = sample_reservoirs(size, groups, places.get("priority", torch.zeros(0)), client.generator)
+        else:
+            with self._holding(self.buffer, client, own) as agent:
+                chosen, order = select(
+                    self.buffer, sample, labels.cpu(), new["task"].cpu(), places, agent, client.generator
+                )
         return {**{name: value[chosen] for name, value in new.items()}, **order, "seen": torch.tensor(seen)}
 
-    def _select(
-        self,
-        size: int,
-        sample: Callable[[int], Any],
-        labels: Tensor,
-        tasks: Tensor,
-        memory: Memory,
-        agent: Agent,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Memory]:
-        """Which of ``n`` samples, remembered ones first, are kept: their indices, and what belongs to them next time.
-
-        ``labels`` and ``tasks`` have the class and the experience of each, shape (n,). ``memory`` is what this function
-        gave last for the remembered ones: ``priority`` or ``group``, shape (kept,).
-        """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            require("avalanche", "has the buffers of `Replay`")
-            from avalanche.benchmarks import utils
-            from avalanche.training import storage_policy as policies
-
-        def part(indices: Tensor) -> Any:
-            items = Items(sample, indices, labels)
-            told = [utils.DataAttribute(items.targets, "targets")]
-            told.append(utils.DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
-            return utils.TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
-
-        usual = policies.ReservoirSamplingBuffer if self.policy == "reservoir" else policies.ClassBalancedBuffer
-        buffer: Any = usual(size) if self.buffer is None else copy.copy(self.buffer)
-        old = len(next(iter(memory.values()))) if memory else 0
-        single, by_class, parametric = (
-            isinstance(buffer, getattr(policies, kind))
-            for kind in ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ParametricBuffer")
-        )
-        priority = memory.get("priority", torch.zeros(old))
-        group = labels[:old] if by_class else memory.get("group", torch.zeros(old, dtype=torch.long))
-
-        def restored(number: int) -> Any:
-            """A group of the buffer as it was: Avalanche has no way to restore one."""
-            one: Any = policies.ReservoirSamplingBuffer(size)
-            if parametric:
-                one = policies._ParametricSingleBuffer(size, buffer.selection_strategy)
-            held = torch.nonzero(group == number).flatten()
-            held = held[priority[held].argsort(descending=True, stable=True)]
-            one.buffer, one._buffer_weights = part(held), priority[held]
-            return one
-
-        known = set(group.tolist()) if by_class else dict.fromkeys(group.tolist())
-        if single:
-            buffer = restored(0)
-        else:
-            buffer.buffer_groups = {number: restored(number) for number in known}
-            buffer.seen_classes = buffer.seen_groups = known if by_class else set(known)
-            buffer._num_exps = len(known)
-            buffer.max_size = size
-        with isolate_rng(include_cuda=False):
-            seed = int(torch.randint(2**62, (1,), generator=generator))
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            buffer.post_adapt(agent, SimpleNamespace(dataset=part(torch.arange(old, len(labels)))))
-        groups = {0: buffer} if single else buffer.buffer_groups
-        chosen = torch.tensor([item[2] for one in groups.values() for item in one.buffer], dtype=torch.long)
-        if single or by_class:
-            return chosen, {"priority": torch.cat([one._buffer_weights for one in groups.values()])}
-        numbers = [number for number, one in groups.items() for _ in range(len(one.buffer))]
-        return chosen, {"group": torch.tensor(numbers)}
-
     @contextmanager
-    def _holding(self, client: Client, own: State) -> Iterator[L.LightningModule | None]:
-        """The module with the client's state, if a selection strategy may look at it; afterwards it is as before."""
-        if self.buffer is None:
-            yield None
-            return
+    def _holding(self, buffer: ExemplarsBuffer, client: Client, own: State) -> Iterator[Agent]:
+        """Temporarily load the client's state into the module, which a selection strategy may read."""
         module = client.module
         before = {name: value.detach().clone() for name, value in entries(module).items()}
         load_entries(module, own)
         try:
             with evaluating(module):
-                yield module
+                yield Agent(buffer, module, client.part.experience)
         finally:
             load_entries(module, before)
+
+
+def sample_reservoirs(size: int, groups: Tensor, priority: Tensor, generator: torch.Generator) -> tuple[Tensor, Memory]:
+    """Select samples by reservoir sampling in each group, as ``ClassBalancedBuffer`` of Avalanche does.
+
+    Each new sample draws a priority in [0, 1). Each group keeps those of its samples that have the greatest ones: the
+    result is a uniform choice of all samples that the group has been offered.
+
+    Args:
+        size: Number of samples to keep, in equal shares of each group.
+        groups: The group of each sample, shape (n,). Samples of an earlier selection come first.
+        priority: The priorities of the samples of the earlier selection, shape (kept,), ``kept <= n``.
+        generator: Draws one number.
+
+    Returns:
+        The positions of the selected samples, group by group, and their priorities, by the name ``priority``.
+
+    Example:
+        >>> chosen, memory = sample_reservoirs(2, torch.tensor([0, 0, 1]), torch.zeros(0), torch.Generator())
+        >>> sorted(chosen.tolist())[1], memory["priority"].shape
+        (2, torch.Size([2]))
+    """
+    draws = torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+    numbers, kept = groups.tolist(), len(priority)
+    present, new = set(numbers[:kept]), dict.fromkeys(numbers[kept:])
+    order = list(dict.fromkeys([*present, *new]))
+    present.update(new.keys())
+    # As in Avalanche, the groups that come first in the set get one sample more if equal shares are not possible.
+    share, rest = divmod(size, len(present))
+    shares = {group: share + (place < rest) for place, group in enumerate(present)}
+    weights = torch.cat([priority, torch.zeros(len(numbers) - kept)])
+    for group in new:
+        rows = kept + (groups[kept:] == group).nonzero()[:, 0]
+        weights[rows] = torch.rand(len(rows), generator=draws)
+    chosen = []
+    for group in order:
+        rows = (groups == group).nonzero()[:, 0]
+        chosen.append(rows[weights[rows].argsort(descending=True, stable=True)[: shares[group]]])
+    positions = torch.cat(chosen)
+    return positions, {"priority": weights[positions]}
 
 
 def _entries(data: Batch) -> Memory:

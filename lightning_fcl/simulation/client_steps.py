@@ -56,6 +56,7 @@ def take_step(
     """
     federation, local = strategy.federation, strategy.local_steps
     cohort = require_begun(federation.round.cohort, "a batch")
+    federation.epoch_states.watch_metrics()
     gather = local.next(optimizer, closure, cohort.active, cohort.last_batch)
     if not local.complete:
         return gather()

@@ -64,6 +64,7 @@ class Cohort:
         self.clients = clients
         self.received: Sequence[State] = ()  # what each has received at the start of the round
         self.kept: Sequence[ClientState] = ()  # each client's state before the round
+        self.entered: Sequence[ClientState] = ()  # each client's state at the start of the round, see `enter_round`
         self.step = 0  # of the batch at hand
         self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (active, batch)
         self._rows = [self._stream.plan.train[clients.round][client] for client in clients.clients]
@@ -115,7 +116,7 @@ class Cohort:
         client = client_of(method, self._module, memory, self.received[row], self.clients[row])
         client.steps = -(-self.batches_of(row) // self._every)
         if tracks_rounds(method):
-            client.history = history_of(self._stream, self.clients[row], self.kept[row])
+            client.set_history(partial(history_of, self._stream, self.clients[row], self.kept[row]))
         return client
 
     def batches_of(self, row: int) -> int:

@@ -82,6 +82,11 @@ class ClientCounters:
         """Temporarily show the counters of all clients, and all processes."""
         return self._totals if self.shown else _SAME
 
+    def end_batch(self) -> None:
+        """Keep what the hooks at the end of a client's last batch may change, and no other client must see."""
+        if self._cohort is not None and self._cohort.last_batch:
+            self._strategy.local_steps.end_batches(self._strategy.federation.optimizers)
+
     @contextmanager
     def after_step(self) -> Iterator[None]:
         """Temporarily show the client's counters as they are after the optimizer step that is being taken."""

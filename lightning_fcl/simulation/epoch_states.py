@@ -86,10 +86,14 @@ class EpochStates:
         if self._last is not None:
             self.enter(self._last)
 
-    def watch(self, step: int) -> None:
-        """Look at the state before a batch, the number of which is ``step`` among the batches of the group."""
+    def watch_metrics(self) -> None:
+        """Find out which metrics were reset since the last call. An update after the reset may hide it."""
         if self._metrics is not None:
             self._metrics.watch()
+
+    def watch(self, step: int) -> None:
+        """Look at the state before a batch, the number of which is ``step`` among the batches of the group."""
+        self.watch_metrics()
         if self._attributes is not None and step == 1:
             self._attributes.watch()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,7 +186,7 @@ def finish_experience(federation: Federation, part: ClientRound, kept: ClientSta
     for method in missing:
         memory = kept.get(method.section, {})
         client = client_of(method, federation.module, memory, own, part)
-        client.history = history_of(federation.stream, part, kept)
+        client.set_history(partial(history_of, federation.stream, part, kept))
         result = result_of(method, client, own, data if method.needs.samples else None, {})
         found |= sections_of(method, memory, result, None, kept)
         note_result(found, method)
@@ -225,7 +226,7 @@ class ExperienceEnds:
         rounds = federation.stream.plan.rounds  # the same for a fit that ends earlier and is resumed
         if returns(federation.stream, federation.participation, part, rounds, accumulates=True):
             return {}
-        earlier = federation.kept_at(part, cohort.kept[row]).get(method.section + SENT, {})
+        earlier = cohort.entered[row].get(method.section + SENT, {})
         found = share_of(method, client, state, cohort.data(method, row), earlier)
         if found is None:
             return {}
@@ -237,18 +238,21 @@ class ExperienceEnds:
         self, cohort: Cohort, method: Declaration, row: int, memory: Memory, state: State, missed: bool
     ) -> ClientState:
         """Return the sections that a client keeps for a method after its local training."""
-        client, data, part = cohort.ended(method, row, memory), cohort.data(method, row), cohort.clients[row]
-        client.missed, client.may_end = missed, not self._returns(part, method.accumulates)
-        memory, result = noted(method, client, method.end_round(client, state, data)), None
-        before = self._federation.kept_at(part, cohort.kept[row])
-        if overrides(method, "end_experience") and client.may_end:
-            client.memory = memory
+        part, result = cohort.clients[row], None
+        may_end = not self._returns(part, method.accumulates)
+        ends, at_round = may_end and overrides(method, "end_experience"), overrides(method, "end_round")
+        if ends or at_round:
+            client, data = cohort.ended(method, row, memory), cohort.data(method, row)
+            client.missed, client.may_end = missed, may_end
+        if at_round:
+            client.memory = memory = noted(method, client, method.end_round(client, state, data))
+        if ends:
             earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
             result = result_of(method, client, state, data, earlier)
             if next_round(self._federation.stream, part, self._federation.stream.plan.rounds) is None:
                 return {method.section: result}
         share = self._shares.pop((part.client, method.section), None)
-        return sections_of(method, memory, result, share, before)
+        return sections_of(method, memory, result, share, cohort.entered[row])
 
     def _returns(self, part: ClientRound, accumulates: bool) -> bool:
         """Return whether the client's next round is sure to replace a result for the experience."""

@@ -84,12 +84,32 @@ def _call_callbacks(
         return
     module, of_client = trainer.lightning_module, _of_client(counters, hook_name, args)
     before, module._current_fx_name = module._current_fx_name, hook_name
-    for callback in callbacks_of(trainer):
+    callbacks, ends_batch = callbacks_of(trainer), hook_name == "on_train_batch_end"
+    if ends_batch:  # a client uploads after its last batch: the hooks of users come first, and may change its model
+        callbacks = sorted(callbacks, key=lambda callback: id(callback) not in users)
+        counters.end_batch()
+    for place, callback in enumerate(callbacks):
         is_user = id(callback) in users
+        if ends_batch and not is_user and (not place or id(callbacks[place - 1]) in users):
+            call._call_lightning_module_hook(trainer, hook_name, *args)
         profiled = trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook_name}")  # type: ignore[attr-defined]
         with profiled, counters.client() if is_user else counters.totals():
             getattr(callback, hook_name)(trainer, module, *(of_client if is_user else args))
     module._current_fx_name = before
+    if ends_batch:
+        skip_batch_end(module)
+
+
+def skip_batch_end(module: L.LightningModule) -> None:
+    """Skip the next call of the module's `on_train_batch_end`."""
+    own = vars(module).get("on_train_batch_end")
+
+    def skip(*_: Any) -> None:
+        del vars(module)["on_train_batch_end"]
+        if own is not None:
+            vars(module)["on_train_batch_end"] = own
+
+    vars(module)["on_train_batch_end"] = skip
 
 
 def _call_module(

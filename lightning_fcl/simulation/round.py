@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,6 @@ class Round:
                 self.loose.settle()
             self._steps.close()
             self.federation.strategy.counters.end()
-            self.federation.strategy.local_steps.settle(self.federation.optimizers)
             self.federation.strategy.use_optimizer()
             self.settled = True
 
@@ -192,7 +192,7 @@ class Round:
         federation.epoch_states.leave()
         if self.loose is not None:
             self.loose.put_back()
-        cohort.received, cohort.kept = states, before
+        cohort.received, cohort.kept, cohort.entered = states, before, kept
         federation.epoch_states.enter(self.placement.order.get(clients.clients[0], 0))
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
@@ -200,7 +200,7 @@ class Round:
         """Return a client that has received a state, as a method sees it."""
         client = client_of(method, self.federation.module, kept.get(method.section, {}), state, part)
         if tracks_rounds(method):
-            client.history = history_of(self.federation.stream, part, kept)
+            client.set_history(partial(history_of, self.federation.stream, part, kept))
         return client
 
     def upload(self, cohort: Cohort, send: Send) -> None:
@@ -224,6 +224,8 @@ class Round:
                 self._end_client(cohort, trained, row, missed[row])
             if self._watched and trained.own is None:
                 load_entries(federation.module, trained.state(row))
+            if not self._listeners:
+                continue
             with federation.strategy.counters.after_client(cohort.batches_of(row)):
                 for listener in self._listeners:
                     listener.on_client_end(federation.module.trainer, federation.module, client)

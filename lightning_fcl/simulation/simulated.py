@@ -24,6 +24,7 @@ from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.experience import check_sums
 from lightning_fcl.simulation.federation import Federation, extra_of
+from lightning_fcl.simulation.hook_calls import skip_batch_end
 from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.round import Round, methods_first
 
@@ -126,8 +127,7 @@ def _without_batch_hooks(federation: Federation) -> Iterator[None]:
     module = federation.module
     trainer, callbacks = module.trainer, callbacks_of(module.trainer)
     trainer.callbacks = [one for one in callbacks if isinstance(one, FitHooks)]  # type: ignore[attr-defined]
-    # Lightning calls the module's hook after this context has ended.
-    module.on_train_batch_end = lambda *_: vars(module).pop("on_train_batch_end")  # type: ignore[method-assign]
+    skip_batch_end(module)
     try:
         yield
     finally:

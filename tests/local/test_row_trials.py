@@ -20,6 +20,7 @@ from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.models import MLP
 from lightning_fcl.simulation import federation as fits
 from lightning_fcl.simulation.limits import choose_trainer
@@ -200,6 +201,30 @@ class Masked(Method):
         return (step.output.mean(dim=0) * client.memory["old"]).square().sum()
 
 
+class LaterMean(Method):
+    """A batch statistic from the second round on."""
+
+    def end_round(self, client, own, data):
+        return {"trained": torch.ones(())}
+
+    def penalty(self, client, step):
+        return step.output.mean(dim=0).square().sum() if client.memory else 0.0
+
+
+class LaterSpread(Method):
+    """A batch statistic in later experiences."""
+
+    needs = Needs(samples=True)
+
+    def end_experience(self, client, own, data):
+        return {"mean": F.one_hot(data[1], CLASSES).float().mean(dim=0)}
+
+    def penalty(self, client, step):
+        if not client.memory:
+            return 0.0
+        return (step.output.mean(dim=0) - client.memory["mean"]).square().sum()
+
+
 class Draws(Method):
     def penalty(self, client, step):
         return 0.1 * step.mean((step.output * torch.randn(step.output.shape)).sum(dim=1))
@@ -241,6 +266,8 @@ METHODS = {
     Decorrelated: (STEP, None),
     ClassWeights: (STEP, None),
     Masked: (STEP, None),
+    LaterMean: (STEP, None),
+    LaterSpread: (STEP, None),
     Decay: (PADDED, None),
     ModulesParameters: (SEQUENTIAL, Reason.METHOD_DIFFERS),
     Draws: (SEQUENTIAL, Reason.RANDOM),
@@ -280,7 +307,7 @@ def test_penalty_of_any_kind_vectorized_equals_sequential(fit, kind):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("kind", [Entropy, MeanOutput, Masked, WeightedMean])
+@pytest.mark.parametrize("kind", [Entropy, LaterMean, LaterSpread, MeanOutput, Masked, WeightedMean])
 def test_penalty_of_any_kind_changes_training(fit, kind):
     """The comparisons above are of penalties that matter."""
     states = []

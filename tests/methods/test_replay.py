@@ -243,6 +243,21 @@ BUFFERS = {
 }
 
 
+@pytest.mark.parametrize("max_size", [1, 5, 12, 40])
+@pytest.mark.parametrize(
+    ("policy", "buffer"), [("reservoir", "ReservoirSamplingBuffer"), ("class-balanced", "ClassBalancedBuffer")]
+)
+def test_selection_equals_that_of_the_buffer_of_avalanche(policy, buffer, max_size):
+    draw = generator(max_size)
+    for classes in ([0, 1, 2], [8, 1, 16, 3], [31, 7, 15, 23, 2]):
+        labels = [[classes[i] for i in torch.randint(len(classes), (9,), generator=draw)] for _ in range(4)]
+        parts = [data(own, 9 * round) for round, own in enumerate(labels)]
+        ours = learn(Replay(max_size, policy, "round"), parts)
+        theirs = learn(Replay(buffer=getattr(avalanche(), buffer)(max_size), update="round"), parts)
+        assert list(ours) == list(theirs) and 0 < len(ours["y"]) <= max_size
+        assert all(torch.equal(value, theirs[entry]) for entry, value in ours.items())
+
+
 @pytest.mark.parametrize("name", BUFFERS)
 def test_avalanches_buffers_are_kept_as_tensors(name):
     given = BUFFERS[name](avalanche())

@@ -412,7 +412,7 @@ def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathere
     class Counts(Callback):
         def on_round_end(self, trainer, pl_module):
             assert pl_module.number == 0 and not pl_module.teacher[0].any()
-            assert len(pl_module.history) == len(pl_module.ends) + 1  # of the round's last batch, which has not ended
+            assert len(pl_module.history) == len(pl_module.ends)
             pl_module.rounds += 1
 
     task, stream = Gathers(), stream_of("abc", rounds=2, validation=["c"])

@@ -1,14 +1,20 @@
 """A round is the train loader of an epoch: its length, what is loaded anew with it, and how it ends when cut short."""
 
+import copy
 import warnings
 from itertools import pairwise
 
+import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import EWC, Replay
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.simulation import cohort
 
@@ -68,11 +74,10 @@ def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_
             seen.append(("start", trainer.strategy.client_round.client))
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.strategy.client_round is not None:  # not the round's last batch
-                seen.append(("hook", trainer.strategy.client_round.client))
+            seen.append(("hook", trainer.strategy.client_round.client))
 
     fit(make_task(), make_stream(experiences=1), [Watch()], cohort_size=1, local_epochs=2)
-    order = {"start": {"hook", "end"}, "hook": {"start"}, "end": {"hook"}}
+    order = {"start": {"hook"}, "hook": {"start", "end"}, "end": {"start"}}
     assert len(seen) > 10 and all(after in order[now] for (now, _), (after, _) in pairwise(seen))
     ends = [client for what, client in seen if what == "end"]
     assert ends == list(dict.fromkeys(client for _, client in seen))
@@ -181,3 +186,67 @@ def test_what_a_hook_draws_beside_the_backward_pass_is_drawn_by_the_client_s_key
         fit(task, make_stream(), [Noise(stirs)], cohort_size=1)
         found.append(task.state_dict())
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+class Clips(L.LightningModule):
+    """Limits its weights after each batch, as critics of Wasserstein GANs do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def clip(self):
+        with torch.no_grad():
+            self.net.weight.clamp_(-0.1, 0.1)
+
+
+class ClipsItself(Clips):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.clip()
+
+
+class ClipsModule(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.clip()
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "clips"), [(ClipsItself, [], True), (Clips, [ClipsModule()], True), (Clips, [], False)]
+)
+def test_clients_upload_what_hooks_at_the_end_of_a_batch_make_of_the_model(fit, kind, callbacks, clips):
+    x, owner = torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), np.arange(48) % 3
+    stream = FederatedStream.from_arrays(
+        x,
+        torch.arange(48) % 3,
+        owner,
+        scenario=ClassIncremental(1, rounds_per_experience=2),
+        split=Split(test=0.0),
+        batch_size=16,
+        seed=0,
+    )
+    module = kind()
+    fit(module, stream, callbacks, seed=0, local_epochs=2)
+    local, y = Clips(), torch.as_tensor(stream.y)
+    server = copy.deepcopy(local.state_dict())
+    for _ in range(2):
+        uploads = []
+        for client in range(3):
+            local.load_state_dict(server)
+            optimizer, rows = local.configure_optimizers(), owner == client
+            for _ in range(2):
+                optimizer.zero_grad()
+                local.training_step((x[rows], y[rows]), 0).backward()
+                optimizer.step()
+                if clips:
+                    local.clip()
+            uploads.append(copy.deepcopy(local.state_dict()))
+        server = {name: sum(upload[name] for upload in uploads) / 3 for name in server}
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, server[name], rtol=0, atol=1e-6)

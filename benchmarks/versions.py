@@ -1,0 +1,179 @@
+"""Processor time of a round with this version of the library, divided by that of another version.
+
+    git worktree add ../other cc30327
+    python benchmarks/versions.py ../other
+
+Two processes import one version each. For every case they run one fit each without measuring it, then they run fits in
+turns, and the ratio is taken pair by pair. The cases are those of `round_overhead.py` with digits, those of
+`any_module.py`, and methods that compute something when an experience ends: 20 clients with digits, 5 experiences of 4
+rounds, all clients or one in five in each round. For these the bytes that clients keep and upload are compared too.
+Nothing else should run on the machine.
+"""
+
+import argparse
+import functools
+import json
+import logging
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+METHODS = {
+    "FedAvg": [],
+    "EWC": [("EWC", {"strength": 100.0})],
+    "Replay": [("Replay", {"max_size": 200})],
+    "CCVR": [("CCVR", {})],
+}
+
+
+def train(method, participation):
+    """Train a method on digits, and return the seconds of a round, the bytes of a client's state, and those sent.
+
+    Returns:
+        Processor seconds of a round, the greatest mean of the bytes that a client keeps after a round, and the bytes
+        that all clients upload.
+    """
+    import lightning.pytorch as L
+    import torch
+    from round_overhead import Clock, trainer_of
+
+    from lightning_fcl import Classifier, FederatedStrategy, FederatedStream, callbacks
+    from lightning_fcl.data.partition import Dirichlet
+    from lightning_fcl.data.scenarios import ClassIncremental
+    from lightning_fcl.models import MLP
+
+    kept, sent = [], []
+
+    class Bytes(L.Callback):
+        """Bytes after each round."""
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            server = trainer.strategy.server
+            clients = trainer.datamodule.plan.clients
+            kept.append(sum(server.store.nbytes(client) for client in clients) / len(clients))
+            sent.append(sum(server.record.upload_bytes.values()))
+
+    stream = FederatedStream("digits", ClassIncremental(5, rounds_per_experience=4), Dirichlet(20, 1.0), batch_size=16)
+    torch.manual_seed(0)
+    task = Classifier(MLP([64, 32, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.05))
+    clock = Clock(time.process_time)
+    trainer = trainer_of(clock, 19, FederatedStrategy(participation=participation, seed=0))
+    trainer.callbacks += [getattr(callbacks, name)(**options) for name, options in METHODS[method]] + [Bytes()]
+    trainer.fit(task, datamodule=stream)
+    return (clock.end - clock.start) / 19, max(kept), sum(sent)
+
+
+def cases(quick):
+    """Name each case, with the function that returns its processor seconds of a round."""
+    import any_module
+    import round_overhead
+
+    sizes = {
+        "100 x 15 digits, batches of 4": ((100, 4), 60),
+        "100 x 15, one batch": ((100, 15), 200),
+        "100 x 15, 512 units": ((100, 15, 512), 60),
+        "100 x 15, 2,048 units": ((100, 15, 2048), 20),
+        "1,000 x 15, one batch": ((1000, 15), 40),
+    }
+    found = {}
+    for name, (arguments, rounds) in sizes.items():
+        case, rounds = round_overhead.digits_case(*arguments), 2 if quick else rounds
+        found[f"round_overhead: {name}"] = lambda case=case, rounds=rounds: round_overhead.through_trainer(
+            case, rounds, time.process_time
+        )[0]
+    for name in any_module.CASES:
+        found[f"any_module: {name}"] = lambda name=name: any_module.through_trainer(
+            name, 2 if quick else 60, now=time.process_time
+        )[0]
+    found["any_module: one client at a time"] = lambda: any_module.through_trainer(
+        "plain", 2 if quick else 10, 2, 1, time.process_time
+    )[0]
+    fits = 1 if quick else 3
+    for participation in (1.0, 0.2):
+        for method in METHODS:
+            one_fit = functools.partial(train, method, participation)
+            case = f"{method}, participation {participation}"
+            found[case] = lambda one_fit=one_fit: statistics.mean(one_fit()[0] for _ in range(fits))
+            found[f"bytes: {case}"] = lambda one_fit=one_fit: one_fit()[1:]
+    return found
+
+
+def serve(quick):
+    """Run each case whose name is read from the standard input, and print its seconds."""
+    import torch
+
+    import lightning_fcl
+
+    torch.set_num_threads(1)
+    print(pathlib.Path(lightning_fcl.__file__).parent.parent, flush=True)
+    run = cases(quick)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # whose import sets another level
+    print("|".join(run), flush=True)
+    for line in sys.stdin:
+        print("found", json.dumps(run[line.strip()]()), flush=True)
+
+
+class Version:
+    """A process that imports the library from a folder."""
+
+    def __init__(self, folder, quick):
+        command = [sys.executable, __file__, str(folder), "--serve", *["--quick"] * quick]
+        environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        imported = self.process.stdout.readline().strip()
+        assert imported == str(folder), f"imported {imported}, not {folder}"
+        self.cases = self.process.stdout.readline().strip().split("|")
+
+    def run(self, case):
+        """Return what the case measures."""
+        self.process.stdin.write(case + "\n")
+        self.process.stdin.flush()
+        while not (line := self.process.stdout.readline()).startswith("found "):
+            assert line, f"the process ended during {case}"
+        return json.loads(line.removeprefix("found "))
+
+
+def main():
+    """Measure all cases, or those whose names contain a word."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=pathlib.Path, help="folder of the other version")
+    parser.add_argument("--only", default="", help="run the cases whose names contain this text")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="few rounds, to try the script out")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.quick)
+        return
+    this, other = Version(HERE.parent, options.quick), Version(options.other.resolve(), options.quick)
+    for case in (case for case in this.cases if options.only in case):
+        if case.startswith("bytes: "):
+            (kept, sent), (kept_other, sent_other) = this.run(case), other.run(case)
+            print(
+                f"{case:46} client state {kept / 1e3:.1f} kB, other {kept_other / 1e3:.1f} kB; "
+                f"uploads {sent / 1e6:.3f} MB, other {sent_other / 1e6:.3f} MB",
+                flush=True,
+            )
+            continue
+        this.run(case), other.run(case)
+        pairs = [(this.run(case), other.run(case)) for _ in range(options.repeats)]
+        ratios = [new / old for new, old in pairs]
+        new, old = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
+        print(
+            f"{case:46} {new:8.2f} ms/round, other {old:8.2f} ms, ratio {statistics.median(ratios):.3f} "
+            f"({min(ratios):.3f} to {max(ratios):.3f})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
