@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,9 +130,9 @@ def sections_of(
     return sections
 
 
-def note_result(kept: ClientState, method: Declaration) -> None:
-    """Note that the method's section has the result for the experience."""
-    kept[PROGRESS][RESULT + method.section] = torch.tensor(True)
+def note_result(kept: ClientState, section: str) -> None:
+    """Note that a method's section has the result for the experience."""
+    kept[PROGRESS][RESULT + section] = torch.tensor(True)
 
 
 def history_of(stream: FederatedStream, part: ClientRound, kept: ClientState) -> SampleHistory:
@@ -189,7 +189,7 @@ def finish_experience(federation: Federation, part: ClientRound, kept: ClientSta
         client.set_history(partial(history_of, federation.stream, part, kept))
         result = result_of(method, client, own, data if method.needs.samples else None, {})
         found |= sections_of(method, memory, result, None, kept)
-        note_result(found, method)
+        note_result(found, method.section)
     return found
 
 
@@ -220,17 +220,34 @@ class ExperienceEnds:
         self._federation, self._looks_ahead = federation, looks_ahead
         self._shares: dict[tuple[str, str], Memory] = {}  # by client and method: see `share_of`
 
+    @cached_property
+    def _stream(self) -> FederatedStream:
+        return self._federation.stream
+
+    @cached_property
+    def _tracks(self) -> bool:
+        """Whether a method needs to know in which rounds clients train."""
+        return any(map(tracks_rounds, self._federation.methods))
+
+    @cached_property
+    def _computes(self) -> dict[str, tuple[bool, bool]]:
+        """Whether each method computes something when a round ends, and when an experience ends, by section."""
+        return {
+            method.section: (overrides(method, "end_round"), overrides(method, "end_experience"))
+            for method in self._federation.methods
+        }
+
     def share(self, cohort: Cohort, method: Declaration, row: int, client: Client, state: State) -> State:
         """Return what a client uploads to the sums of its experience."""
-        federation, part = self._federation, cohort.clients[row]
-        rounds = federation.stream.plan.rounds  # the same for a fit that ends earlier and is resumed
-        if returns(federation.stream, federation.participation, part, rounds, accumulates=True):
+        part = cohort.clients[row]
+        rounds = self._stream.plan.rounds  # the same for a fit that ends earlier and is resumed
+        if returns(self._stream, self._federation.participation, part, rounds, accumulates=True):
             return {}
         earlier = cohort.entered[row].get(method.section + SENT, {})
         found = share_of(method, client, state, cohort.data(method, row), earlier)
         if found is None:
             return {}
-        if next_round(federation.stream, part, rounds) is not None:
+        if next_round(self._stream, part, rounds) is not None:
             self._shares[part.client, method.section] = found[1]
         return found[0]
 
@@ -239,35 +256,39 @@ class ExperienceEnds:
     ) -> ClientState:
         """Return the sections that a client keeps for a method after its local training."""
         part, result = cohort.clients[row], None
-        may_end = not self._returns(part, method.accumulates)
-        ends, at_round = may_end and overrides(method, "end_experience"), overrides(method, "end_round")
-        if ends or at_round:
-            client, data = cohort.ended(method, row, memory), cohort.data(method, row)
-            client.missed, client.may_end = missed, may_end
-        if at_round:
-            client.memory = memory = noted(method, client, method.end_round(client, state, data))
-        if ends:
-            earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
-            result = result_of(method, client, state, data, earlier)
-            if next_round(self._federation.stream, part, self._federation.stream.plan.rounds) is None:
-                return {method.section: result}
+        at_round, at_experience = self._computes[method.section]
+        if at_round or at_experience:
+            may_end = not self._returns(part, method.accumulates)
+            ends = may_end and at_experience
+            if at_round or ends:
+                client, data = cohort.ended(method, row, memory), cohort.data(method, row)
+                client.missed, client.may_end = missed, may_end
+            if at_round:
+                client.memory = memory = noted(method, client, method.end_round(client, state, data))
+            if ends:
+                earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
+                result = result_of(method, client, state, data, earlier)
+                if next_round(self._stream, part, self._stream.plan.rounds) is None:
+                    return {method.section: result}
         share = self._shares.pop((part.client, method.section), None)
         return sections_of(method, memory, result, share, cohort.entered[row])
 
     def _returns(self, part: ClientRound, accumulates: bool) -> bool:
         """Return whether the client's next round is sure to replace a result for the experience."""
-        federation = self._federation
-        rounds = federation.module.trainer.max_epochs or 0
-        return self._looks_ahead and returns(federation.stream, federation.participation, part, rounds, accumulates)
+        if not self._looks_ahead:
+            return False
+        rounds = self._federation.module.trainer.max_epochs or 0
+        return returns(self._stream, self._federation.participation, part, rounds, accumulates)
 
     def note_progress(self, cohort: Cohort, row: int, kept: ClientState) -> None:
         """Note in a client's new state that it has trained in the round, if a method needs to know."""
-        part, methods = cohort.clients[row], self._federation.methods
-        if any(map(tracks_rounds, methods)):
-            kept[PROGRESS] = with_progress(cohort.kept[row], part.round, part.experience)
-            for method in methods:
-                if method.section + WITHIN in kept:
-                    note_result(kept, method)
+        if not self._tracks:
+            return
+        part = cohort.clients[row]
+        kept[PROGRESS] = with_progress(cohort.kept[row], part.round, part.experience)
+        for section in self._computes:
+            if section + WITHIN in kept:
+                note_result(kept, section)
 
     def keep_dropped(self, cohort: Cohort, row: int) -> None:
         """Let a client whose upload is dropped keep the experience, if a result was left to this round."""

@@ -181,7 +181,9 @@ class Round:
         self.placement.begin()
         start_randomness(federation.seed, *clients.clients, self.number)
         states, before = federation.server.download(clients.clients)
-        kept = [federation.kept_at(part, own) if own else own for part, own in zip(clients, before, strict=True)]
+        kept = before
+        if any(before):
+            kept = [federation.kept_at(part, own) if own else own for part, own in zip(clients, before, strict=True)]
         memories: list[Sequence[Memory]] = [()] * len(clients)
         if federation.methods:
             memories = [

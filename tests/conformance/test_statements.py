@@ -28,13 +28,13 @@ class DrawsAnything(Method):
 
 
 class SumsPadding(Method):
-    """From a client's second round on, it adds up all rows of a batch, and so the padding of vectorized training."""
+    """From a client's third round on, it adds up all rows of a batch, and so the padding of vectorized training."""
 
     def on_download(self, client):
         return client.memory or {"rounds": torch.zeros(())}
 
     def penalty(self, client, step):
-        return torch.where(client.memory["rounds"] > 0.5, 0.01 * step.output.square().sum(), 0.0)
+        return torch.where(client.memory["rounds"] > 1.5, 0.01 * step.output.square().sum(), 0.0)
 
     def end_round(self, client, own, data):
         return {"rounds": client.memory["rounds"] + 1}
