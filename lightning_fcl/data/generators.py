@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,8 +55,7 @@ class Generators:
             self._found[id(root)] = root, list(_generators_in(root))
         return self._found[id(root)][1]
 
-    @contextmanager
-    def seeded(self, roots: Mapping[str, object], seed: int) -> Iterator[None]:
+    def seeded(self, roots: Mapping[str, object], seed: int) -> AbstractContextManager[None]:
         """Temporarily seed each generator that some objects can reach by the seed and its path.
 
         Args:
@@ -67,19 +66,24 @@ class Generators:
         for name, root in roots.items():
             for found in self.of(root):
                 generators.setdefault(id(found.generator), (name, found))
-        before = [(found, found.kind.read(found.generator)) for _, found in generators.values()]
-        try:
-            for name, found in generators.values():
-                assert found.kind.seed is not None
-                found.kind.seed(found.generator, seed_of(seed, name, found.path))
-            yield
-        finally:
-            for found, state in before:
-                found.kind.write(found.generator, state)
+        return _seeded([*generators.values()], seed) if generators else nullcontext()
 
     def forget(self) -> None:
         """Find generators again at the next read."""
         self._found.clear()
+
+
+@contextmanager
+def _seeded(generators: Sequence[tuple[str, _Found]], seed: int) -> Iterator[None]:
+    before = [(found, found.kind.read(found.generator)) for _, found in generators]
+    try:
+        for name, found in generators:
+            assert found.kind.seed is not None
+            found.kind.seed(found.generator, seed_of(seed, name, found.path))
+        yield
+    finally:
+        for found, state in before:
+            found.kind.write(found.generator, state)
 
 
 def _generators_in(root: object) -> Iterator[_Found]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -123,11 +123,9 @@ class Samples:
         with self.seeded(indices, part, seed):
             return self.collate(part)([data[int(i)] for i in indices])
 
-    @contextmanager
-    def seeded(self, indices: Iterable[int], part: str, seed: int) -> Iterator[None]:
+    def seeded(self, indices: Iterable[int], part: str, seed: int) -> AbstractContextManager[None]:
         """Temporarily seed the random generators of the data sets that hold some samples, and of `collate_fn`."""
-        with self.generators.seeded(self.readers(indices, part), seed):
-            yield
+        return self.generators.seeded(self.readers(indices, part), seed)
 
     def readers(self, indices: Iterable[int], part: str) -> dict[str, object]:
         """Return the data sets that hold some samples, numbered as they are read, and `collate_fn`.

@@ -51,7 +51,7 @@ class SentOnce:
 
     def missing_bytes(self, client: str) -> int:
         """Return the bytes of the entries that a client has to receive."""
-        return sum(self.sizes[name] for name in self.missing(client)) if self.sizes else 0
+        return sum(self.sizes[name] for name in self.missing(client))
 
     def kept_bytes(self, client: str) -> int:
         """Return the bytes of the entries that a client has received and keeps."""

@@ -176,9 +176,10 @@ class FederatedServer:
         """
         kept = [self.store[client] for client in clients]
         states = [self.state if self._all_travel and not own.get(UNSENT) else self._started(own) for own in kept]
+        missing = self.sent_once.missing_bytes if self.sent_once.sizes else lambda client: 0
         for client, own in zip(clients, kept, strict=True):
             if not own.get(UNSENT):
-                self.record.download(client, self._download_bytes + self.sent_once.missing_bytes(client))
+                self.record.download(client, self._download_bytes + missing(client))
         return states, kept
 
     def _started(self, kept: ClientState) -> State:

@@ -157,7 +157,7 @@ class Cohort:
         def take(chosen: IntArray) -> Any:
             return self._stream.take(rows[chosen]) if pool is None else some_of(pool, torch.from_numpy(chosen))
 
-        transforms = any(own.is_transformed for own in extra)
+        transforms = self._replayed is not None and any(own.is_transformed for own in extra)
         for step in range(len(self)):
             if self._alike:
                 lengths = self._lengths[:, step]

@@ -174,6 +174,8 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
 def _take_turns(round: Round, begun: State) -> None:
     """What methods make of the server, one after the other."""
     federation, server, state = round.federation, round.federation.server, entries(round.federation.module)
+    if not federation.methods:
+        return
     share = len(server.record.trained) / len(federation.stream.plan.clients)
     ends = _ends(federation, round.number)
     for method in federation.methods:
