@@ -48,7 +48,7 @@ def train(method, participation):
     from lightning_fcl.data.scenarios import ClassIncremental
     from lightning_fcl.models import MLP
 
-    kept, sent = [], []
+    state_bytes, upload_bytes = [], []
 
     class Bytes(L.Callback):
         """Bytes after each round."""
@@ -56,8 +56,8 @@ def train(method, participation):
         def on_train_epoch_end(self, trainer, pl_module):
             server = trainer.strategy.server
             clients = trainer.datamodule.plan.clients
-            kept.append(sum(server.store.nbytes(client) for client in clients) / len(clients))
-            sent.append(sum(server.record.upload_bytes.values()))
+            state_bytes.append(sum(server.store.nbytes(client) for client in clients) / len(clients))
+            upload_bytes.append(sum(server.record.upload_bytes.values()))
 
     stream = FederatedStream("digits", ClassIncremental(5, rounds_per_experience=4), Dirichlet(20, 1.0), batch_size=16)
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def train(method, participation):
     trainer = trainer_of(clock, 19, FederatedStrategy(participation=participation, seed=0))
     trainer.callbacks += [getattr(callbacks, name)(**options) for name, options in METHODS[method]] + [Bytes()]
     trainer.fit(task, datamodule=stream)
-    return (clock.end - clock.start) / 19, max(kept), sum(sent)
+    return (clock.end - clock.start) / 19, max(state_bytes), sum(upload_bytes)
 
 
 def cases(quick):
@@ -81,17 +81,17 @@ def cases(quick):
         "100 x 15, 2,048 units": ((100, 15, 2048), 20),
         "1,000 x 15, one batch": ((1000, 15), 40),
     }
-    found = {}
+    functions = {}
     for name, (arguments, rounds) in sizes.items():
         case, rounds = round_overhead.digits_case(*arguments), 2 if quick else rounds
-        found[f"round_overhead: {name}"] = lambda case=case, rounds=rounds: round_overhead.through_trainer(
+        functions[f"round_overhead: {name}"] = lambda case=case, rounds=rounds: round_overhead.through_trainer(
             case, rounds, time.process_time
         )[0]
     for name in any_module.CASES:
-        found[f"any_module: {name}"] = lambda name=name: any_module.through_trainer(
+        functions[f"any_module: {name}"] = lambda name=name: any_module.through_trainer(
             name, 2 if quick else 60, now=time.process_time
         )[0]
-    found["any_module: one client at a time"] = lambda: any_module.through_trainer(
+    functions["any_module: one client at a time"] = lambda: any_module.through_trainer(
         "plain", 2 if quick else 10, 2, 1, time.process_time
     )[0]
     fits = 1 if quick else 3
@@ -99,9 +99,9 @@ def cases(quick):
         for method in METHODS:
             one_fit = functools.partial(train, method, participation)
             case = f"{method}, participation {participation}"
-            found[case] = lambda one_fit=one_fit: statistics.mean(one_fit()[0] for _ in range(fits))
-            found[f"bytes: {case}"] = lambda one_fit=one_fit: one_fit()[1:]
-    return found
+            functions[case] = lambda one_fit=one_fit: statistics.mean(one_fit()[0] for _ in range(fits))
+            functions[f"bytes: {case}"] = lambda one_fit=one_fit: one_fit()[1:]
+    return functions
 
 
 def serve(quick):
@@ -114,7 +114,8 @@ def serve(quick):
     print(pathlib.Path(lightning_fcl.__file__).parent.parent, flush=True)
     run = cases(quick)
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # whose import sets another level
+    # Lightning's import, which `cases` does, sets another level.
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print("|".join(run), flush=True)
     for line in sys.stdin:
         print("found", json.dumps(run[line.strip()]()), flush=True)
@@ -133,6 +134,11 @@ class Version:
         assert imported == str(folder), f"imported {imported}, not {folder}"
         self.cases = self.process.stdout.readline().strip().split("|")
 
+    def close(self):
+        """End the process."""
+        self.process.stdin.close()
+        self.process.wait()
+
     def run(self, case):
         """Return what the case measures."""
         self.process.stdin.write(case + "\n")
@@ -143,7 +149,7 @@ class Version:
 
 
 def main():
-    """Measure all cases, or those whose names contain a word."""
+    """Measure all cases, or those whose names contain a text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=pathlib.Path, help="folder of the other version")
     parser.add_argument("--only", default="", help="run the cases whose names contain this text")
@@ -157,10 +163,10 @@ def main():
     this, other = Version(HERE.parent, options.quick), Version(options.other.resolve(), options.quick)
     for case in (case for case in this.cases if options.only in case):
         if case.startswith("bytes: "):
-            (kept, sent), (kept_other, sent_other) = this.run(case), other.run(case)
+            (state, uploads), (other_state, other_uploads) = this.run(case), other.run(case)
             print(
-                f"{case:46} client state {kept / 1e3:.1f} kB, other {kept_other / 1e3:.1f} kB; "
-                f"uploads {sent / 1e6:.3f} MB, other {sent_other / 1e6:.3f} MB",
+                f"{case:46} client state {state / 1e3:.1f} kB, other {other_state / 1e3:.1f} kB; "
+                f"uploads {uploads / 1e6:.3f} MB, other {other_uploads / 1e6:.3f} MB",
                 flush=True,
             )
             continue
@@ -173,6 +179,8 @@ def main():
             f"({min(ratios):.3f} to {max(ratios):.3f})",
             flush=True,
         )
+    this.close()
+    other.close()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ KINDS = ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ExperienceBalancedBu
 
 Policy = Literal["reservoir", "class-balanced", "refresh"]
 
-# What entries of a memory begin with that are those of samples that are dicts.
+# Prefix of the entries of client state that belong to samples in dicts.
 _SAMPLE = "sample."
 
 
@@ -129,8 +129,8 @@ class Replay(Method):
             )
         data = stream.take(stream.plan.base)
         for name in stream.plan.clients:
-            known = not federation.hosts(name) or federation.server.store.memory(name, self.section)
-            if not known:  # else of an earlier fit, which this one goes on from
+            has_state = not federation.hosts(name) or federation.server.store.memory(name, self.section)
+            if not has_state:  # An earlier fit may have stored samples.
                 part = ClientRound(name, round=0, stream_samples=stream.plan.samples_of(name))
                 generator = torch.Generator().manual_seed(seed_of(federation.seed, name, "base session"))
                 client = Client(part=part, module=pl_module, federation=federation, generator=generator)

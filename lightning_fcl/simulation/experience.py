@@ -1,4 +1,4 @@
-"""What methods compute when a client's experience may end: results for later experiences, and shares of sums."""
+"""The end of a client's experience: method state for later experiences, and contributions to sums at the server."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def finish_stopped(federation: Federation, rounds: int) -> None:
 
 
 class ExperienceEnds:
-    """What the clients of a round keep and upload, as their experience may end with the round.
+    """Computes the client state and the uploads of clients whose experience may end with the round.
 
     Args:
         federation: The federation.

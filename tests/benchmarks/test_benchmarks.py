@@ -18,6 +18,10 @@ RUNS = {
     "level_with_avalanche": (["--quick", "--out", "."], ["| split digits | A-GEM |", "| permuted digits | Replay |"]),
     "attention_step": (["--networks", "pvt", "--repeats", "1"], ["| pvt |"]),
     "fedvit_step": (["--quick"], ["step with 10 past tasks", "projection"]),
+    "versions": (
+        [str(FOLDER.parent), "--quick", "--repeats", "1", "--only", "EWC, participation 0.2"],
+        ["ratio", "client state"],
+    ),
     "what_lasts": (["--help"], ["--seeds"]),
     "reservoir": (["--help"], ["--quick"]),  # its smallest run takes most of a minute
 }
