@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Set
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Checkpoint, DeviceStatsMonitor, ProgressBar, ThroughputMonitor
@@ -30,12 +29,11 @@ TRAINING: dict[L.Trainer, ClientCounters] = {}
 """The Trainers in which clients train and call a user's hooks, and the clients' counters."""
 
 _BOOKKEEPING = (Checkpoint, DeviceStatsMonitor, ProgressBar, ThroughputMonitor)
-_HOOKS = frozenset((*STEP_HOOKS, *BATCH_HOOKS, *TRANSFER_HOOKS, "optimizer_zero_grad"))
+_HOOKS = (*STEP_HOOKS, *BATCH_HOOKS, *TRANSFER_HOOKS, "optimizer_zero_grad")
 _PLACES = {"on_train_batch_start": 1, "on_train_batch_end": 2, "optimizer_step": 1, "optimizer_zero_grad": 1}
 """Places of ``batch_idx`` among the arguments of hooks."""
 
 _NOBODY: Set[int] = frozenset()
-_of_class: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 _lock = Lock()
 _originals: list[Any] = []  # Lightning's functions, while they are replaced
 
@@ -44,20 +42,11 @@ def find_users(trainer: L.Trainer) -> Users:
     """Return whose hooks see the client's counters: a user's hooks, except those of a Trainer's bookkeeping."""
     owners: list[object] = [one for one in callbacks_of(trainer) if not isinstance(one, _BOOKKEEPING)]
     owners += [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
-    found: dict[str, set[int]] = {}
-    for owner in owners:
-        replaced = vars(owner).keys() & _HOOKS if owner is not None else set()
-        for hook in {*users_hooks(type(owner)), *replaced}:
-            if hook not in replaced or is_users(getattr(owner, hook)):
-                found.setdefault(hook, set()).add(id(owner))
-    return found
-
-
-def users_hooks(kind: type) -> frozenset[str]:
-    """Return the hooks of a class that are a user's code."""
-    if kind not in _of_class:
-        _of_class[kind] = frozenset(hook for hook in _HOOKS if hasattr(kind, hook) and is_users(getattr(kind, hook)))
-    return _of_class[kind]
+    found = {
+        hook: frozenset(id(one) for one in owners if hasattr(one, hook) and is_users(getattr(one, hook)))
+        for hook in _HOOKS
+    }
+    return {hook: users for hook, users in found.items() if users}
 
 
 def enter(trainer: L.Trainer, counters: ClientCounters) -> None:
