@@ -257,19 +257,18 @@ class ExperienceEnds:
         """Return the sections that a client keeps for a method after its local training."""
         part, result = cohort.clients[row], None
         at_round, at_experience = self._computes[method.section]
-        if at_round or at_experience:
-            may_end = not self._returns(part, method.accumulates)
-            ends = may_end and at_experience
-            if at_round or ends:
-                client, data = cohort.ended(method, row, memory), cohort.data(method, row)
-                client.missed, client.may_end = missed, may_end
-            if at_round:
-                client.memory = memory = noted(method, client, method.end_round(client, state, data))
-            if ends:
-                earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
-                result = result_of(method, client, state, data, earlier)
-                if next_round(self._stream, part, self._stream.plan.rounds) is None:
-                    return {method.section: result}
+        may_end = (at_round or at_experience) and not self._returns(part, method.accumulates)
+        ends = may_end and at_experience
+        if at_round or ends:
+            client, data = cohort.ended(method, row, memory), cohort.data(method, row)
+            client.missed, client.may_end = missed, may_end
+        if at_round:
+            client.memory = memory = noted(method, client, method.end_round(client, state, data))
+        if ends:
+            earlier = cohort.kept[row][method.section] if has_result(cohort.kept[row], method.section) else {}
+            result = result_of(method, client, state, data, earlier)
+            if next_round(self._stream, part, self._stream.plan.rounds) is None:
+                return {method.section: result}
         share = self._shares.pop((part.client, method.section), None)
         return sections_of(method, memory, result, share, cohort.entered[row])
 

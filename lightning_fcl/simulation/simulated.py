@@ -155,7 +155,7 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
     load_entries(federation.module, federation.server.finish_round())
     if isinstance(federation.module, SolvesAtServer):
         federation.module.on_after_aggregation()
-    if record.trained:
+    if record.trained and federation.methods:
         _take_turns(round, begun)
     if any(overrides(method, "contribute_experience") for method in federation.methods):
         federation.server.accepted |= dict.fromkeys(record.trained, round.number)
@@ -174,8 +174,6 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
 def _take_turns(round: Round, begun: State) -> None:
     """What methods make of the server, one after the other."""
     federation, server, state = round.federation, round.federation.server, entries(round.federation.module)
-    if not federation.methods:
-        return
     share = len(server.record.trained) / len(federation.stream.plan.clients)
     ends = _ends(federation, round.number)
     for method in federation.methods:
