@@ -88,9 +88,10 @@ def _call_callbacks(
     if ends_batch:  # a client uploads after its last batch: the hooks of users come first, and may change its model
         callbacks = sorted(callbacks, key=lambda callback: id(callback) not in users)
         counters.end_batch()
+    number_of_users = sum(id(callback) in users for callback in callbacks)
     for place, callback in enumerate(callbacks):
         is_user = id(callback) in users
-        if ends_batch and not is_user and (not place or id(callbacks[place - 1]) in users):
+        if ends_batch and place == number_of_users:  # The module's hook follows those of users' callbacks.
             call._call_lightning_module_hook(trainer, hook_name, *args)
         profiled = trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook_name}")  # type: ignore[attr-defined]
         with profiled, counters.client() if is_user else counters.totals():
