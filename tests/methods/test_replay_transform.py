@@ -365,9 +365,15 @@ def test_samples_that_are_drawn_for_each_step_are_transformed_too(fit, make_stre
         def end_round(self, client, own, data):
             return {"x": data[0][:5], "y": data[1][:5]}
 
+    class OfLastRound(Callback):
+        """Forgets the calls of earlier rounds, and those of the trial of methods before the first."""
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            made.clear()
+
     def run(transform):
         task = make_task()
-        fit(task, make_stream(), [Pulls(transform)], cohort_size=size, seed=0)
+        fit(task, make_stream(), [Pulls(transform), OfLastRound()], cohort_size=size, seed=0)
         return task.state_dict()
 
     def noisy(sample):
