@@ -170,19 +170,38 @@ def stacked(parts: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples become batches; an incomplete last one that is a client's only one is never dropped.
+    """How samples become batches. A client's only batch is never dropped.
 
-    Of a client's batches in all its local epochs the first ``limit`` are kept, or that share of them, at least one.
+    Args:
+        batch_size: Samples per batch.
+        shuffle: Whether samples are shuffled in each local epoch.
+        drop_last: Whether an incomplete last batch is left out.
+        limit: Number of batches of all local epochs that are kept, or their share, at least one.
+        min_size: Samples that a batch needs, at most ``batch_size``. A smaller last batch joins the one before it.
     """
 
     batch_size: int
     shuffle: bool = True
     drop_last: bool = False
     limit: int | float = 1.0
+    min_size: int = 1
 
-    def per_epoch(self, sizes: IntArray) -> IntArray:
-        """The batches of so many samples."""
-        return np.maximum(1, sizes // self.batch_size if self.drop_last else -(-sizes // self.batch_size))
+    def per_epoch(self, sizes: IntArray, replayed: IntArray | None = None) -> IntArray:
+        """Return the number of batches of an epoch, shape (clients,).
+
+        Args:
+            sizes: Number of each client's samples, shape (clients,).
+            replayed: Number of the replay samples that join each client's batches, shape (clients,). None: 0.
+        """
+        if self.drop_last:
+            return np.maximum(1, sizes // self.batch_size)
+        steps = np.maximum(1, -(-sizes // self.batch_size))
+        if self.min_size > 1:
+            last = sizes - (steps - 1) * self.batch_size
+            if replayed is not None:
+                last = last + replayed // steps  # the last batch gets the fewest
+            steps = steps - ((last < self.min_size) & (steps > 1))
+        return steps
 
     def limited(self, steps: IntArray) -> IntArray:
         """How many of so many batches are kept."""
@@ -230,11 +249,13 @@ def plan_cohort(
         The samples, shape (clients, steps, widest batch), padded by zeros; and how many there are in each batch, shape
         (clients, steps), 0 where a client is done.
     """
-    steps = batching.per_epoch(sizes)
+    steps = batching.per_epoch(sizes, remembered)
     extra = np.zeros_like(sizes) if remembered is None else remembered
     step = np.arange(int(steps.max()))
     there = step < steps[:, None]
     own = np.where(there, np.clip(sizes[:, None] - step * batching.batch_size, 0, batching.batch_size), 0)
+    if batching.min_size > 1 and not batching.drop_last:  # what a last batch that is too small adds to the one before
+        own += np.where(step == steps[:, None] - 1, np.maximum(0, sizes - steps * batching.batch_size)[:, None], 0)
     more = np.where(there, extra[:, None] // steps[:, None] + (step < (extra % steps)[:, None]), 0)
     index = np.zeros((len(sizes), int((steps * epochs).max()), int((own + more).max())), dtype=np.int64)
     lengths = np.zeros(index.shape[:2], dtype=np.int64)

@@ -107,6 +107,7 @@ class FederatedStream(L.LightningDataModule):
         self._seed = seed
         self._torn_down = False
         self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says
+        self.min_batch_size = 1  # the samples that a batch needs, which a federation finds out when a fit begins
         self.samples = Samples(torch.empty(0), EMPTY)
         self.y: IntArray = EMPTY  # the class of each sample, as the scenario numbers them, where targets are classes
 
@@ -286,10 +287,15 @@ class FederatedStream(L.LightningDataModule):
         rows = train[round].get(client, EMPTY)
         return SampleHistory(rows, rows, parts[True], parts[False])
 
+    @property
+    def batching(self) -> Batching:
+        """How a client's samples become batches."""
+        return Batching(self.batch_size, self.shuffle, self.drop_last, min_size=self.min_batch_size)
+
     def batch_rows(self, client: str, round: int) -> list[IntArray]:
         """Return the numbers of the samples of each batch of a round in a plain Trainer."""
-        rows, batching = self.plan.train[round][client], Batching(self.batch_size, self.shuffle, self.drop_last)
-        return [rows[chosen] for chosen in plan_batches(len(rows), 1, batching, order_keys(self.seed, [client], round))]
+        rows, keys = self.plan.train[round][client], order_keys(self.seed, [client], round)
+        return [rows[chosen] for chosen in plan_batches(len(rows), 1, self.batching, keys)]
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
         """Return whether a client has the same samples in two rounds."""

@@ -158,8 +158,17 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     number = int(head["round"])
     parts.strategy.cohort_size = 1
 
+    def skip(round: Round) -> Generator[Any, None, None]:
+        round.done = round.federation.module.trainer.should_stop = True
+        yield None
+
+    def can_train() -> bool:
+        return client in parts.strategy.federation.participation.candidates(parts.stream.plan, number)
+
     def new_round(federation: Federation) -> Round:
         federation.isolation = Isolation(type(parts.module).__name__)  # no other client trains in this process
+        if not can_train():
+            return Round(federation, (), skip)
         return Round(federation, planned(federation, [[client]], number), work, looks_ahead=False)
 
     parts.strategy.new_round = new_round
@@ -178,6 +187,8 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     progress: Any = trainer.fit_loop.epoch_progress.current
     progress.ready = progress.started = progress.processed = progress.completed = number
     trainer.fit(parts.module, datamodule=parts.stream)
+    if not can_train():
+        return Parcel({"samples": 0})
     record = server.record
     if once := kept_once(server.extra, server.reductions):
         server.store.remember(client, RECEIVED, once)

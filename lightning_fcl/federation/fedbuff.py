@@ -143,7 +143,7 @@ class FedBuff(Schedule):
     def _advanced(self, round: int, clock: Clock, gone: Collection[str]) -> tuple[TimedRound, Clock]:
         """Let time pass until the buffer is full: a round, and the clock after it."""
         plan, now = self.deployment.plan, clock.now
-        present = plan.train[round].keys() - gone
+        present = self.deployment.participation.candidates(plan, round).difference(gone)
         flights, staleness, skipped = [*clock.flights], dict[str, int](), set[str]()
         may_start = present - {flight.client for flight in flights}
         order = lots(plan, round, self.deployment.participation.seed)[::-1].tolist()  # the first to start comes last

@@ -57,7 +57,7 @@ class TimedRound:
 
     Args:
         clients: The clients whose uploads count, in the plan's order.
-        skipped: Clients that were drawn but have no data.
+        skipped: Clients that were sampled but have no data, or too few samples to train on.
         late: Clients whose uploads come too late.
         seconds: Seconds from the end of the round before.
         staleness: Rounds that have ended since a client's download, where there are any.
@@ -192,6 +192,10 @@ class Participation:
 
     Every choice depends on the seed, the round and the clients' names alone, not on what has happened before.
 
+    Attributes:
+        min_samples: Samples that a client needs to train in a round. A client with fewer samples counts as one without
+            data.
+
     Args:
         clients: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at least one.
         seed: Seed of all choices.
@@ -229,6 +233,7 @@ class Participation:
         self.seed = seed
         self.swarm = swarm
         self.schedule = schedule
+        self.min_samples = 1
         self.withdrawn: set[str] = set()
         self._master: str | None = None  # of the last round
 
@@ -258,6 +263,24 @@ class Participation:
                     f"but got {round}, which never comes. Name an earlier one."
                 )
 
+    def check_samples(self, plan: Plan, rounds: int) -> None:
+        """Raise ValueError if one of the first rounds has no client with `min_samples`."""
+        for round in range(min(rounds, plan.rounds) if self.min_samples > 1 else 0):
+            if not self.candidates(plan, round):
+                raise ValueError(
+                    f"Expected a client with at least {self.min_samples} samples in each round, but got none in round "
+                    f"{round}, and the module cannot train on a batch of one sample. Use fewer clients or experiences, "
+                    "or replace batch normalization by group normalization."
+                )
+
+    def candidates(self, plan: Plan, round: int) -> set[str]:
+        """Return the clients that can train in a round: those that are available and have enough samples."""
+        current = plan.train[round]
+        present = current.keys() - self.unavailable(round)
+        if self.min_samples > 1:  # the server of a deployment does not know samples
+            present = {client for client in present if not 0 < len(current[client]) < self.min_samples}
+        return present
+
     def draw(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
         """As `chosen`; where there is a schedule, those train whose uploads come in time."""
         if self.schedule is None:
@@ -266,15 +289,15 @@ class Participation:
         return timed.clients, timed.skipped
 
     def chosen(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
-        """The clients that are drawn for a round, in the plan's order, and those of the drawn that have no data.
+        """Return the sampled clients of a round and those of them that have too few samples, in the plan's order.
 
-        At least one trains; the draw among the others is not touched by those that are unavailable.
+        At least one client trains. Unavailable clients do not change the sampling of the others.
 
         Raises:
             ValueError: If no client has data in the round.
         """
         clients, absent = plan.clients, self.unavailable(round)
-        present = plan.train[round].keys() - absent
+        present = self.candidates(plan, round)
         if not present:
             gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
             raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
@@ -289,7 +312,7 @@ class Participation:
 
     def drawn(self, plan: Plan, round: int) -> list[str]:
         """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
-        return self.draw(plan, round)[0] if plan.train[round].keys() - self.unavailable(round) else []
+        return self.draw(plan, round)[0] if self.candidates(plan, round) else []
 
     def unavailable(self, round: int) -> set[str]:
         """The clients that have left the swarm, or were withdrawn."""

@@ -172,7 +172,7 @@ class RoundRecord:
         upload_bytes: Bytes that each client sent.
         download_bytes: Bytes that each client received.
         dropped: Clients whose upload was refused, and why.
-        skipped: Clients that were chosen but had no data.
+        skipped: Clients that were sampled but had no data, or too few samples to train on.
         missed: Clients that trained but missed the synchronisation.
         diverged: Clients whose loss was not finite in some step, though all that they sent is.
         master: In a swarm, the client that brought the uploads together.

@@ -1,15 +1,21 @@
-"""Lightning's counters of batches and steps within an epoch."""
+"""Surroundings of a step in a trial: Lightning's counters of batches and steps, logs, and printed output."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities import CombinedLoader
 
 Count = dict[str, int]
 """The attributes of one of Lightning's counters, such as ``ready`` and ``completed``, which can be written."""
+
+_LOGS = ("log", "log_dict")
 
 
 def batch_counts(trainer: L.Trainer) -> list[Count]:
@@ -53,3 +59,27 @@ def counting(trainer: L.Trainer, step: int, batches: int) -> Iterator[None]:
         loop.batch_progress.is_last_batch = was_last
         trainer.fit_loop.max_batches, loop.max_steps = limits
         trainer.fit_loop._combined_loader = loader
+
+
+@contextmanager
+def silent(objects: Sequence[object]) -> Iterator[None]:
+    """Temporarily let some objects log nothing, and let nothing print or warn."""
+    attributes, level = [vars(one) for one in objects], logging.root.manager.disable
+    before = [{name: own[name] for name in _LOGS if name in own} for own in attributes]
+    for own in attributes:
+        own.update(dict.fromkeys(_LOGS, _ignore))
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        for own, then in zip(attributes, before, strict=True):
+            for name in _LOGS:
+                del own[name]
+            own.update(then)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Stand in for `log` and `log_dict`."""

@@ -146,13 +146,15 @@ class SequentialTrainer:
 
 
 def explain(error: ValueError, part: ClientRound) -> None:
-    """Say whose batch of one sample it is that batch normalisation cannot train on, and what to do."""
+    """Raise an error that names the client if batch normalization fails on a batch of one sample.
+
+    A trial before the first round finds such modules, except those whose step fails in the trial.
+    """
     if "more than 1 value per channel" in str(error):
         raise ValueError(
-            f"Expected batches of at least two samples for batch normalisation but client {part.client} has one "
-            f"of a single sample in round {part.round}, of {part.samples} samples. Choose a `batch_size` that "
-            "leaves no single sample over, or `drop_last=True`, which leaves out a last batch that is not full "
-            "unless it is the only one."
+            f"Expected batches of at least two samples for batch normalization, but client {part.client} has a batch "
+            f"of one sample in round {part.round}, of {part.samples} samples. Use a `batch_size` that leaves no single "
+            "sample, and a partition that gives each client at least two samples."
         ) from error
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch, Batching, plan_batches
+from lightning_fcl.data.batches import Batch, plan_batches
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, one_of, share
 from lightning_fcl.federation.aggregation import State, entries, load_entries
@@ -229,8 +229,7 @@ class FedViT(FedRep):
         gradient, before = gradient_of(module, params), {**state, **body}
         x, y = finite_pairs(stream.client_samples(part.client, part.round, seed))
         keys = keys_of(seed, [part.client], part.round, "integration")
-        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
-        plan = plan_batches(len(y), self.integration_epochs, batching, keys)
+        plan = plan_batches(len(y), self.integration_epochs, stream.batching, keys)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
                 start_randomness(seed, part.client, part.round, "integration", number)

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_fcl.callbacks import BaseSession, Pretrain
 from lightning_fcl.data.attached import callbacks_of, stream_of
+from lightning_fcl.data.partition import Dirichlet
+from lightning_fcl.data.scenarios import EMPTY
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.hub.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
+from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.trial import first_rows
 from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, refuse_no_round, run
 from lightning_fcl.running.remedies import refusals
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.simulation.limits import check_ranks
 from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
+
+log = logging.getLogger(__name__)
 
 
 class RecipeParts(FederatedCLI):
@@ -92,7 +103,7 @@ def with_checkpoint(parts: RecipeParts, checkpoint: dict[str, Any]) -> RecipePar
 
 
 def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
-    """Set up what recipes stand for, train nothing, and tell what it is."""
+    """Set up a fit of recipes without training, and return a description of its parts."""
     parts = read_parts(recipes, words)
     trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
     callbacks = callbacks_of(trainer)
@@ -119,13 +130,15 @@ def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
     plan = stream.plan
     numbers = sum(parameter.numel() for parameter in task.parameters())
     experiences = max(map(max, plan.experiences.values())) + 1
-    sample = tuple(stream.take(plan.test[:1])[0].shape[1:])
+    samples = _samples(stream)
     lines = {
-        "data": f"{len(plan.groups):,} samples of shape {sample}, {len(stream.classes)} classes",
+        "data": f"{len(plan.groups):,} samples of shape {_shape_of(samples)}, {len(stream.classes)} classes",
         "federation": f"{len(plan.clients)} clients, {plan.rounds} rounds, {experiences} experiences",
-        "model": f"{type(task).__name__} of {numbers:,} parameters, outputs of shape {shape}",
+        "model": f"{type(task).__name__} of {numbers:,} parameters" + (f", outputs of shape {shape}" if shape else ""),
         "methods": ", ".join(methods) or "none: plain fine-tuning",
     }
+    if few := _small_clients(stream):
+        lines["min_size"] = few
     return "\n".join(["All of it fits.", *(f"{name:11}{what}" for name, what in lines.items())])
 
 
@@ -167,18 +180,78 @@ def _processes(strategy: object) -> int:
     return wanted
 
 
+def _samples(stream: FederatedStream) -> Any:
+    """Return two samples as a batch."""
+    plan = stream.plan
+    with isolate_rng():
+        for part, rows in (("test", plan.test), ("validation", plan.validation), ("train", first_rows(stream))):
+            if rows is not None and len(rows):
+                return stream.samples.take(rows[:2], part)
+    return None
+
+
 @torch.no_grad()
-def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Trainer) -> tuple[int, ...]:
-    """The shape of what a task makes of a sample."""
-    x, y = trainer.precision_plugin.convert_input(stream.take(stream.plan.test[:2]))
+def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Trainer) -> str:
+    """Return the shape of a module's output for a sample; empty if `forward` takes something else than the sample.
+
+    Raises:
+        ValueError: If the network cannot process the samples.
+    """
+    batch = trainer.precision_plugin.convert_input(_samples(stream))
+    if not is_labelled(batch):
+        return ""
+    x, y = batch
     try:
         with trainer.precision_plugin.forward_context():
             outputs = task.eval()(x)
     except RuntimeError as error:
+        if isinstance(error, NotImplementedError):
+            return ""
         raise ValueError(
-            f"Expected a network for samples of shape {tuple(x.shape[1:])} but it refuses them: {error}. Set its size, "
-            "such as `sizes`, `in_features` or `image_size`, to theirs."
+            f"Expected a network for samples of shape {_shape_of(x)}, but it raised: {error}. Set the size of the "
+            "network, such as `sizes`, `in_features` or `image_size`, to the size of the samples."
         ) from error
+    except Exception as error:  # Code of a user may raise anything: its `forward` may take other arguments.
+        log.debug("`forward` cannot process a sample.", exc_info=error)
+        return ""
     if isinstance(task, Classifier) and not task.task_incremental:
         task.sample_loss(outputs, y)
-    return tuple(outputs.shape[1:])
+    return _shape_of(outputs)
+
+
+def _shape_of(value: object) -> str:
+    """Return the shapes of the tensors of a batch or an output, without the batch dimension.
+
+    Example:
+        >>> _shape_of({"logits": torch.zeros(2, 10), "features": [torch.zeros(2, 4, 4)]})
+        '{logits: (10,), features: [(4, 4)]}'
+    """
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape[1:]))
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_shape_of(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_shape_of, value)) + "]"
+    return type(value).__name__
+
+
+def _small_clients(stream: FederatedStream) -> str:
+    """Return which clients have fewer samples in an experience than the `min_size` of the partition; empty if none."""
+    plan, least = stream.plan, stream.partition.min_size if isinstance(stream.partition, Dirichlet) else 1
+    sizes: dict[tuple[str, int], int] = {}
+    for client, numbers in plan.experiences.items():
+        for experience in range(max(numbers) + 1 if least > 1 else 0):
+            rounds = [r for r, number in enumerate(numbers) if number == experience]
+            rows = np.unique(np.concatenate([EMPTY, *(plan.train[r].get(client, EMPTY) for r in rounds)]))
+            if len(rows) < least:
+                sizes[client, experience] = len(rows)
+    if not sizes:
+        return ""
+    (client, experience), fewest = min(sizes.items(), key=itemgetter(1))
+    number = len({client for client, _ in sizes})
+    return (
+        f"{number} of {len(plan.clients)} clients have fewer than {least} samples in an experience, such as client "
+        f"{client} with {fewest} in experience {experience}: `min_size` counts the whole stream"
+    )

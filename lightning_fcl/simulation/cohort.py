@@ -254,7 +254,7 @@ def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int
         remembered = None if replayed is None else np.array([len(replayed(part)) for part in parts])
         keys = order_keys(federation.seed, names, round)
         index, lengths = plan_cohort(samples, epochs, batching, keys, remembered)
-        steps, per_epoch = np.count_nonzero(lengths, axis=1), batching.per_epoch(samples)
+        steps, per_epoch = np.count_nonzero(lengths, axis=1), batching.per_epoch(samples, remembered)
         order = np.argsort(-steps, kind="stable")
         for rows in np.arange(len(names))[:, None] if alone else [order]:
             own = lengths[rows, : steps[rows].max()]

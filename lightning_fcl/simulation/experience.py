@@ -40,7 +40,7 @@ def next_round(stream: FederatedStream, part: ClientRound, rounds: int) -> int |
     for number in range(part.round + 1, min(rounds, plan.rounds)):
         if plan.experiences[client][number] != part.experience:
             return None
-        if len(plan.train[number].get(client, ())):
+        if len(plan.train[number].get(client, ())) >= stream.min_batch_size:
             return number
     return None
 

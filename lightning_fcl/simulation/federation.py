@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,14 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import ClientState, enter_round, own_entries
-from lightning_fcl.federation.local_training import LocalTrainer
+from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.server import Extra, FederatedServer
+from lightning_fcl.local.single_sample import has_single_samples, why_not_single_sample
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
@@ -110,9 +111,9 @@ class Federation:
         return self.placement is None or self.placement.hosts(client)
 
     def client_rounds(self, round: int) -> list[ClientRound]:
-        """The clients that have data in a round and are still there, in the plan's order."""
-        unavailable = self.participation.unavailable(round)
-        return [self.stream.client_round(c, round) for c in self.stream.plan.train[round] if c not in unavailable]
+        """Return the clients that can train in a round, in the plan's order."""
+        present = self.participation.candidates(self.stream.plan, round)
+        return [self.stream.client_round(c, round) for c in self.stream.plan.train[round] if c in present]
 
     def ending_clients(self, round: int) -> list[ClientRound]:
         """Return the clients whose experience ends with a round, with or without samples in it, in the plan's order."""
@@ -176,8 +177,44 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     server.store.keep_pixels(stream.samples.pixels)
     server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
     federation.trainer, federation.why_one_at_a_time = choose_trainer(federation, step)
+    choose_min_batch_size(federation, optimizers)
     if federation.placement is None or federation.placement.ranks is not ranks:
         federation.placement = Placement(ranks, stream.plan.clients, server.store)
+
+
+def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer]) -> None:
+    """Let batches have at least two samples if some have one and the module cannot train on one.
+
+    A last batch of one sample then joins the batch before it, and a client with one sample in a round is skipped.
+
+    Args:
+        federation: The federation.
+        optimizers: The module's optimizers; empty while they are made.
+
+    Raises:
+        ValueError: If all batches have one sample.
+    """
+    module, stream = federation.module, federation.stream
+    tried = has_single_samples(stream) and not isinstance(module, BringsLocalTrainer)
+    why = why_not_single_sample(module, optimizers, stream) if tried else None
+    stream.min_batch_size = federation.participation.min_samples = 1 if why is None else 2
+    if why is None:
+        return
+    if stream.batch_size == 1:
+        raise ValueError(
+            f"Expected `batch_size` to be at least 2 for `{type(module).__name__}`, which cannot train on a batch of "
+            f"one sample ({why}), but got 1. Use `batch_size=2` or more."
+        )
+    rounds = stream.plan.train
+    single = [c for c in stream.plan.clients if any(len(current.get(c, ())) == 1 for current in rounds)]
+    if single and federation.strategy.ranks.rank == 0:
+        log.warning(
+            "`%s` cannot train on a batch of one sample (%s). Rounds in which a client has one sample are skipped for "
+            "this client: %s.",
+            type(module).__name__,
+            why,
+            listed(single),
+        )
 
 
 def extra_of(federation: Federation) -> Extra:

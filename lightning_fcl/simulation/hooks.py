@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -27,7 +28,7 @@ from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of, leave_out_objects
 from lightning_fcl.simulation.counters import note_progress
 from lightning_fcl.simulation.experience import finish_stopped
-from lightning_fcl.simulation.federation import Federation, extra_of
+from lightning_fcl.simulation.federation import Federation, choose_min_batch_size, extra_of
 from lightning_fcl.simulation.limits import check_monitors, require_begun
 
 if TYPE_CHECKING:
@@ -94,15 +95,16 @@ class TrainerLimits:
         self._trainer, self.batches, self.in_order = None, 1.0, False
 
     def batching(self, stream: FederatedStream) -> Batching:
-        """How a client's samples become batches."""
-        return Batching(stream.batch_size, stream.shuffle and not self.in_order, stream.drop_last, self.batches)
+        """Return how a client's samples become batches."""
+        return replace(stream.batching, shuffle=stream.shuffle and not self.in_order, limit=self.batches)
 
 
 def common_batches(federation: Federation) -> int:
     """The batches of a client in a round where all clients have as many in all rounds."""
     stream, strategy = federation.stream, federation.strategy
-    batching = strategy.limits.batching(stream)
-    sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows)])
+    choose_min_batch_size(federation, ())
+    batching, least = strategy.limits.batching(stream), stream.min_batch_size
+    sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows) >= least])
     counts = np.unique(batching.limited(batching.per_epoch(sizes) * strategy.local_epochs))
     methods = methods_of(federation.module.trainer)
     vary = [method for method in methods if overrides(method, "local_epochs") or joins_batches(method)]

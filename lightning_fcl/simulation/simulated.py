@@ -138,7 +138,7 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
     """Step 4: aggregate, put the server's state into the module, and end experiences.
 
     Args:
-        skipped: Clients that were drawn but had no data.
+        skipped: Clients that were sampled but had no data, or too few samples to train on.
     """
     federation = round.federation
     record = federation.server.record
@@ -160,7 +160,7 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
     if any(overrides(method, "contribute_experience") for method in federation.methods):
         federation.server.accepted |= dict.fromkeys(record.trained, round.number)
     round.done = True
-    record.skipped = [*skipped]
+    record.skipped = [client for client in federation.stream.plan.clients if client in skipped]
     federation.participation.elect(record, federation.stream.plan.clients)
     for listener in methods_first(federation):
         if isinstance(listener, ListensToRounds):

@@ -252,6 +252,9 @@ class FederatedStrategy(RanksStrategy):
                 self._fits = self.optimizers
                 self.clients_at_once = federation.trainer.clients_at_once
                 self.why_one_at_a_time = federation.why_one_at_a_time
+                if self.new_round is simulated:  # nodes of a deployment tell in each round whether they have samples
+                    plan, rounds = federation.stream.plan, federation.module.trainer.max_epochs or 0
+                    federation.participation.check_samples(plan, rounds)
                 begin_schedule(federation)
                 check_ranks(federation, self.ranks.number)
                 check_alike(self.ranks, fingerprint_of(federation))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from lightning_fcl.data.reading_check import restored_reading
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.protocol import ListensToClients
+from lightning_fcl.local.loop_counts import silent
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.user_code import functions_in, outward, reached
@@ -48,7 +47,6 @@ _STEP_HOOKS = (
     *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "on_before_batch_transfer"),
     *("on_after_batch_transfer", "transfer_batch_to_device"),
 )
-_LOGS = ("log", "log_dict")
 _END_HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_train_epoch_end")
 
 
@@ -99,7 +97,7 @@ class TrialSteps:
         """Let steps neither log, nor print, nor count, nor draw random numbers, and restore the module afterwards."""
         federation, plugin = self._federation, self._trainer.precision_plugin
         self._batches = self._read()
-        with isolate_rng(), torch.enable_grad(), _silent([self._module, *self._callbacks]):
+        with isolate_rng(), torch.enable_grad(), silent([self._module, *self._callbacks]):
             restore_counts, scaling = self._note_counts(), plugin.state_dict()
             states = [dict(optimizer.state) for optimizer in federation.optimizers]
             self._loose = self._loose_state()
@@ -281,27 +279,3 @@ def _tensors_of(part: nn.Module) -> list[dict[str, Any]]:
 def _same(left: State, right: State) -> bool:
     """Return whether the tensors of the first state are equal in the second, which may have more."""
     return all(name in right and torch.equal(value, right[name]) for name, value in left.items())
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stand in for `log`."""
-
-
-@contextmanager
-def _silent(objects: Sequence[object]) -> Iterator[None]:
-    """Let some objects log nothing, and nothing print or warn."""
-    attributes, level = [vars(one) for one in objects], logging.root.manager.disable
-    before = [{name: own[name] for name in _LOGS if name in own} for own in attributes]
-    for own in attributes:
-        own.update(dict.fromkeys(_LOGS, _ignore))
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
-        for own, then in zip(attributes, before, strict=True):
-            for name in _LOGS:
-                del own[name]
-            own.update(then)

@@ -8,8 +8,12 @@ import textwrap
 import pytest
 
 from lightning_fcl.cli.main import main
+from lightning_fcl.running.parts import read_parts
+from lightning_fcl.running.rows import find_recipes
 
 OWN = """
+from dataclasses import dataclass
+
 import lightning.pytorch as L
 import torch
 from torch import nn
@@ -45,6 +49,46 @@ class ByHand(Own):
 
     def training_step(self, batch, batch_idx):
         pass
+
+
+class Outputs(L.LightningModule):
+    # Returns logits in some structure.
+
+    def __init__(self, kind: str = "tuple"):
+        super().__init__()
+        self.net, self.kind = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), kind
+
+    def forward(self, x):
+        logits = self.net(x)
+        if self.kind == "dict":
+            return {"logits": logits, "pixels": [x]}
+        return Named(logits) if self.kind == "dataclass" else (logits, logits.argmax(-1))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def test_step(self, batch, batch_idx):
+        self.log("accuracy", (self.net(batch[0]).argmax(-1) == batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Several(Outputs):
+    # Takes more than a sample.
+
+    def forward(self, x, mask):
+        return self.net(x * mask)
+
+
+class Normalized(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+
+@dataclass
+class Named:
+    logits: torch.Tensor
 
 
 class Items(Dataset):
@@ -180,6 +224,53 @@ def test_what_a_fit_trains(recipe, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before
     main(["fit", "quickstart", "small.yaml", "own.yaml", "--out", "out"])
     assert (tmp_path / "out" / "results.json").is_file()
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("settings", "described"),
+    [
+        ("own_parts.Outputs, init_args: {kind: tuple}", "outputs of shape [(10,), ()]"),
+        ("own_parts.Outputs, init_args: {kind: dict}", "outputs of shape {logits: (10,), pixels: [(1, 8, 8)]}"),
+        ("own_parts.Outputs, init_args: {kind: dataclass}", "outputs of shape {logits: (10,)}"),
+        ("own_parts.Several", "Several of 650 parameters\n"),
+    ],
+)
+def test_validate_describes_outputs_of_any_structure(settings, described, tmp_path, capsys):
+    (tmp_path / "own.yaml").write_text(f"trainer: {{callbacks: []}}\nmodel: {{class_path: {settings}}}")
+    main(["validate", "quickstart", "small.yaml", "own.yaml"])
+    assert described in capsys.readouterr().out
+    main(["fit", "quickstart", "small.yaml", "own.yaml", "--out", "out"])
+
+
+@pytest.mark.seconds
+def test_validate_reports_clients_below_min_size_and_batches_of_one_sample(tmp_path, capsys):
+    (tmp_path / "own.yaml").write_text(
+        "data: {partition: {class_path: Dirichlet, init_args: {clients: 8, alpha: 0.1, min_size: 5}}, batch_size: 7}\n"
+        "model: {init_args: {model: {class_path: own_parts.Normalized}}}\ntrainer: {callbacks: []}"
+    )
+    words = ["quickstart", "small.yaml", "own.yaml"]
+    main(["validate", *words])
+    said = capsys.readouterr().out
+    assert "of 8 clients have fewer than 5 samples in an experience, such as client" in said
+    main(["fit", *words, "--out", "out"])
+    stream = resolve_stream(words)
+    sizes = {
+        (client, number): len(stream.plan.train[number].get(client, ()))
+        for client in stream.plan.clients
+        for number in range(stream.plan.rounds)
+    }
+    few = {client for (client, _), size in sizes.items() if size < 5}
+    assert f"{len(few)} of 8 clients" in said
+    (client, number) = min(sizes, key=sizes.get)
+    assert f"client {client} with {sizes[client, number]} in experience {number}" in said
+
+
+def resolve_stream(words):
+    recipe = find_recipes(words)
+    parts = read_parts(recipe.configs, recipe.fit_words)
+    parts.datamodule.setup("fit")
+    return parts.datamodule
 
 
 @pytest.mark.seconds

@@ -16,7 +16,12 @@ from .recipes import REPLAY, classes, method, strategy
 WAVES = """
 import lightning.pytorch as L
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+class Normalized(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
 
 class Waves(L.LightningDataModule):
     def train_dataloader(self):
@@ -120,6 +125,11 @@ CASES = {
         "data": {"partition": {"class_path": "Dirichlet", "init_args": {"clients": 4, "alpha": 0.3}}},
         "trainer": {"callbacks": [method("FedProx", mu=0.1)]},
     },
+    "batch normalization and single samples": {
+        "model": {"init_args": {"model": {"class_path": "waves.Normalized"}}},
+        "data": {"partition": {"class_path": "Dirichlet", "init_args": {"clients": 8, "alpha": 0.1}}, "batch_size": 5},
+        "trainer": {"callbacks": [method("Replay", max_size=30)]},
+    },
     "new samples in each round": {
         "data": {"scenario": classes(experiences=2, rounds_per_experience=2, samples_per_round=60)}
     },
@@ -152,6 +162,7 @@ FAST = [
     "compression",
     "prototypes",
     "sums of a reservoir",
+    "batch normalization and single samples",
 ]
 
 
@@ -171,6 +182,8 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
     assert [one["skipped"] for one in there] == [one["skipped"] for one in here]
     assert [one["correct"].get("server") for one in there] == [one["correct"].get("server") for one in here]
     assert [one["dropped"] for one in here] == [{}] * len(here)
+    if case == "batch normalization and single samples":
+        assert any(one["skipped"] for one in there)
     if case == "an earlier model of the server":
         assert [one["download_bytes"] for one in there] == [one["download_bytes"] for one in here]
     assert [sorted(one["upload_bytes"]) for one in there] == [sorted(one["upload_bytes"]) for one in here]

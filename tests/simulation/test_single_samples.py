@@ -1,0 +1,270 @@
+"""Batches of one sample: modules that cannot train on them, and modules that can."""
+
+import logging
+from dataclasses import replace
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.callbacks import Replay
+from lightning_fcl.data.batches import Batching, plan_batches
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
+from lightning_fcl.data.split import Split
+from lightning_fcl.randomness import keys_of
+
+SIZES = {"a": 9, "b": 1, "c": 5, "d": 2, "e": 8}
+
+
+class Own(L.LightningModule):
+    def __init__(self, *between):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class BatchNorm(Own):
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(8))
+
+
+class ByHand(BatchNorm):
+    """Steps its optimizer and a schedule by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class SetUpByHook(BatchNorm):
+    """Its step needs an attribute that a hook sets, so that only `forward` can be tried."""
+
+    def on_train_epoch_start(self):
+        self.scale = 1.0
+
+    def training_step(self, batch, batch_idx):
+        return self.scale * super().training_step(batch, batch_idx)
+
+
+class Deviation(Own):
+    """The loss of one sample is NaN."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self(batch[0]).std(dim=0).mean()
+
+
+class Squeezes(Own):
+    """A common mistake: `squeeze` also removes the batch dimension of one sample."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0][:, None]).squeeze(), batch[1])
+
+
+class Images(Own):
+    """Batch normalization that can train on one sample, because it has several pixels."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+
+    def forward(self, x):
+        return self.net(self.norm(x.view(-1, 1, 2, 3)).flatten(1))
+
+
+class GroupNorm(Own):
+    def __init__(self):
+        super().__init__(nn.GroupNorm(2, 8))
+
+
+def arrays(sizes):
+    x = [np.random.default_rng(ord(client)).normal(size=(size, 6)) for client, size in sizes.items()]
+    y = [np.arange(size) % 4 for size in sizes.values()]
+    return np.concatenate(x).astype(np.float32), np.concatenate(y), np.repeat([*sizes], [*sizes.values()])
+
+
+def stream_of(sizes=SIZES, scenario=None, **options):
+    x, y, owner = arrays(sizes)
+    given = {"split": Split(test=0.0), "batch_size": 4, "shuffle": False, "seed": 0, **options}
+    return FederatedStream.from_arrays(x, y, owner, scenario=scenario or Stationary(2), **given)
+
+
+def by_hand(module, sizes, batches_of, rounds=2):
+    """FedAvg in a loop: the state after some rounds, without clients that have no batches."""
+    x, y, owner = arrays(sizes)
+    x, y = torch.from_numpy(x), torch.from_numpy(y)
+    server = {name: value.clone() for name, value in module.state_dict().items()}
+    for _ in range(rounds):
+        states, weights = [], []
+        for client in sizes:
+            rows = np.flatnonzero(owner == client)
+            module.load_state_dict(server)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            for batch in batches_of(len(rows)):
+                optimizer.zero_grad()
+                chosen = rows[batch]
+                loss = F.cross_entropy(module(x[chosen]), y[chosen])
+                if isinstance(module, Deviation):
+                    loss = loss + module(x[chosen]).std(dim=0).mean()
+                loss.backward()
+                optimizer.step()
+            if batches_of(len(rows)):
+                states.append({name: value.clone() for name, value in module.state_dict().items()})
+                weights.append(len(rows))
+        shares = torch.tensor(weights) / sum(weights)
+        server = {
+            name: sum(share * state[name] for share, state in zip(shares, states, strict=True)).to(value.dtype)
+            for name, value in server.items()
+        }
+    return server
+
+
+def merged(size):
+    """Batches of 4; a last one of a single sample joins the one before. One sample makes no batch."""
+    starts = [start for start in range(0, size, 4) if start == 0 or size - start > 1]
+    ends = [*starts[1:], size]
+    return [slice(start, end) for start, end in zip(starts, ends, strict=True)] if size > 1 else []
+
+
+def plain(size):
+    return [slice(start, start + 4) for start in range(0, size, 4)]
+
+
+def assert_same_state(module, expected):
+    for name, value in module.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.may(
+    "have a layer that cannot train on a batch of one sample, such as batch normalization",
+    "a last batch of one sample joins the batch before it; a client with one sample in a round is skipped and recorded",
+)
+@pytest.mark.parametrize("kind", [BatchNorm, ByHand, SetUpByHook, Deviation, Squeezes])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_module_that_cannot_train_on_one_sample_equals_hand_loop_of_merged_batches(fit, kind, cohort_size):
+    module, stream = kind(), stream_of()
+    copied = kind()
+    trainer = fit(module, stream, cohort_size=cohort_size)
+    assert trainer.strategy.server.record.skipped == ["b"]
+    assert trainer.strategy.server.record.dropped == {}
+    assert_same_state(module, by_hand(copied, SIZES, merged))
+
+
+@pytest.mark.parametrize("kind", [Own, Images, GroupNorm])
+def test_module_that_can_train_on_one_sample_equals_hand_loop_of_all_batches(fit, kind):
+    module, stream = kind(), stream_of()
+    copied = kind()
+    trainer = fit(module, stream)
+    assert trainer.strategy.server.record.skipped == [] and stream.min_batch_size == 1
+    assert_same_state(module, by_hand(copied, SIZES, plain))
+
+
+def test_trial_on_one_sample_changes_nothing(fit):
+    """A module without single samples, and one with them that are skipped, train with the same random numbers."""
+    states = []
+    for sizes in ({"a": 8, "c": 4}, {"a": 8, "b": 1, "c": 4}):
+        module = BatchNorm()
+        module.net.append(nn.Dropout(0.3))
+        fit(module, stream_of(sizes, shuffle=True), cohort_size=1)
+        states.append(module.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_drop_last_skips_a_client_of_one_sample(fit):
+    trainer = fit(BatchNorm(), stream_of(drop_last=True))
+    assert trainer.strategy.server.record.skipped == ["b"]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("participation", [1.0, 0.4])
+def test_skipped_last_round_of_an_experience_keeps_the_result_of_the_earlier_round(fit, participation):
+    """A client with several samples in the first round of an experience and one in the last round has a buffer."""
+    sizes = {"a": 12, "b": 10, "c": 12}
+    stream = stream_of(sizes, ClassIncremental(2, 2))
+    stream.setup("fit")
+    first, second, *others = stream.plan.train
+    stream.plan = replace(stream.plan, train=(first, {**second, "b": second["b"][:1]}, *others))
+    trainer = fit(BatchNorm(), stream, [Replay(9)], participation=participation, max_epochs=3, seed=1)
+    drawn = [trainer.strategy.federation.participation.draw(stream.plan, round)[0] for round in range(2)]
+    assert "b" not in drawn[1]
+    for client in sizes:
+        assert ("Replay" in trainer.strategy.server.store[client]) == (client in {*drawn[0], *drawn[1]})
+    assert "b" in drawn[0] or participation < 1
+
+
+def test_replay_samples_that_join_a_last_batch_of_one_sample_keep_it():
+    batching, keys = Batching(4, shuffle=False, min_size=2), keys_of(0, ["a"], 0, "batches")
+    assert [len(rows) for rows in plan_batches(9, 1, batching, keys)] == [4, 5]
+    assert [len(rows) for rows in plan_batches(9, 1, batching, keys, remembered=2)] == [5, 6]
+    assert [len(rows) for rows in plan_batches(9, 1, batching, keys, remembered=3)] == [5, 5, 2]
+
+
+def test_batches_of_at_least_two_samples_property():
+    """Each sample is in one batch of an epoch, and only the last batch differs from batches without a minimum."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size, batch_size, replayed = (int(rng.integers(low, 40)) for low in (1, 2, 0))
+        epochs, shuffle = int(rng.integers(1, 3)), bool(rng.integers(2))
+        keys = keys_of(0, ["a"], 0, "batches")
+        with_one = plan_batches(size, epochs, Batching(batch_size, shuffle), keys, replayed)
+        found = plan_batches(size, epochs, Batching(batch_size, shuffle, min_size=2), keys, replayed)
+        everything = np.sort(np.concatenate(found))
+        assert np.array_equal(everything, np.repeat(np.arange(size + replayed), epochs))
+        lengths = [len(rows) for rows in found]
+        assert min(lengths) > 1 or size + replayed == 1
+        if min(map(len, with_one)) > 1:
+            assert all(map(np.array_equal, found, with_one))
+
+
+def test_batch_size_of_one_is_rejected(fit):
+    with pytest.raises(ValueError, match=r"Expected `batch_size` to be at least 2 for `BatchNorm`.*but got 1"):
+        fit(BatchNorm(), stream_of(batch_size=1))
+    fit(GroupNorm(), stream_of(batch_size=1))
+
+
+def test_round_of_clients_with_one_sample_is_rejected_before_the_first_round(fit):
+    module, stream = BatchNorm(), stream_of({"a": 9, "c": 5})
+    stream.setup("fit")
+    last = {client: rows[:1] for client, rows in stream.plan.train[1].items()}
+    stream.plan = replace(stream.plan, train=(stream.plan.train[0], last))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ValueError, match="at least 2 samples in each round, but got none in round 1"):
+        fit(module, stream)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_skipped_clients_are_named_in_one_warning(fit, caplog):
+    with caplog.at_level(logging.WARNING):
+        fit(BatchNorm(), stream_of())
+    (message,) = [r.getMessage() for r in caplog.records if "cannot train on a batch of one sample" in r.getMessage()]
+    assert "BatchNorm" in message and message.endswith("for this client: b.")
+
+
+@pytest.mark.seconds
+def test_resumed_fit_skips_the_same_clients(fit, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole, again = BatchNorm(), BatchNorm()
+    fit(whole, stream_of(shuffle=True), [Replay(3), saver], trainer_args={"enable_checkpointing": True})
+    trainer = fit(again, stream_of(shuffle=True), [Replay(3)], ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert trainer.strategy.server.record.skipped == ["b"]
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
