@@ -55,6 +55,19 @@ def some_of(samples: Any, rows: Tensor) -> Any:
     return apply_to_collection(samples, Tensor, itemgetter(rows))
 
 
+def fetch(data: Any, rows: Sequence[int]) -> Any:
+    """Return some items of a map-style dataset for `collate_fn`, as torch's `DataLoader` fetches them.
+
+    A method ``__getitems__`` of the dataset reads all items at once.
+
+    Example:
+        >>> fetch(["a", "b", "c"], [2, 0])
+        ['c', 'a']
+    """
+    read_all = getattr(data, "__getitems__", None)
+    return read_all(rows) if read_all else [data[row] for row in rows]
+
+
 # Samples that are read when they are asked for.
 
 

@@ -24,6 +24,7 @@ from torch.utils.data import (
     RandomSampler,
     Subset,
     SubsetRandomSampler,
+    get_worker_info,
 )
 
 from lightning_fcl.data.batches import Loading
@@ -176,7 +177,57 @@ def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
     shuffled = type(batches.sampler) in (RandomSampler, SubsetRandomSampler)
     others = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "worker_init_fn", "collate_fn")}
     loading = Loading(batches.batch_size, shuffled, batches.drop_last, **others)
-    return (data if rows == list(range(len(data))) else Subset(data, rows)), loading  # type: ignore[arg-type]
+    return (data if rows == list(range(len(data))) else SampledRows(data, rows)), loading  # type: ignore[arg-type]
+
+
+class SampledRows(Subset[Any]):
+    """The items of a loader's dataset that its sampler gives."""
+
+
+class WorkerInit:
+    """Calls the ``worker_init_fn`` of loaders in a worker, each with the dataset of its loader.
+
+    ``torch.utils.data.get_worker_info().dataset`` is the user's dataset during the call, as in a plain loader.
+
+    Args:
+        calls: Each function with the dataset of its loader.
+    """
+
+    def __init__(self, calls: Sequence[tuple[Callable[[int], None], object]]) -> None:
+        self.calls = calls
+
+    def __call__(self, worker_id: int) -> None:
+        info: Any = get_worker_info()
+        own = info.dataset
+        try:
+            for function, data in self.calls:
+                object.__setattr__(info, "dataset", data)  # its class is frozen
+                function(worker_id)
+        finally:
+            object.__setattr__(info, "dataset", own)
+
+
+def with_worker_init(
+    loaders: Mapping[str, Loading], pieces: Iterable[tuple[str, object, Loading | None]]
+) -> dict[str, Loading]:
+    """Return how parts are loaded, with the ``worker_init_fn`` of all clients' loaders.
+
+    Args:
+        loaders: How the parts are loaded.
+        pieces: A part, its dataset and its loading for each client.
+    """
+    calls: dict[str, dict[tuple[int, int], tuple[Callable[[int], None], object]]] = {}
+    for part, data, loading in pieces:
+        if loading is not None and loading.worker_init_fn is not None:
+            whole = data.dataset if isinstance(data, SampledRows) else data
+            function = loading.worker_init_fn
+            calls.setdefault(part, {})[id(function), id(whole)] = function, whole
+    found = {}
+    for part, loading in loaders.items():
+        own = calls.get(part) or calls.get("train", {})  # a part without a loader has samples of the training loader
+        init = None if loading.worker_init_fn is None else WorkerInit([*own.values()])
+        found[part] = replace(loading, worker_init_fn=init)
+    return found
 
 
 def _rows(sampler: Any) -> list[int] | None:

@@ -14,13 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
 
-from lightning_fcl.data.batches import Collate
-from lightning_fcl.data.data_module import Parts, agreed, are_several, refuse_shared, take_apart
+from lightning_fcl.data.batches import Collate, fetch
+from lightning_fcl.data.data_module import (
+    Parts,
+    agreed,
+    are_several,
+    refuse_shared,
+    take_apart,
+    with_worker_init,
+)
 from lightning_fcl.data.datasets import Arrays
-from lightning_fcl.data.samples import PublicData, Samples, name_of, of_public
+from lightning_fcl.data.samples import Joined, PublicData, Samples, name_of, of_public
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, named
 from lightning_fcl.data.targets import as_array, number_labels, number_targets, place_of_target, targets_of
-from lightning_fcl.errors import refuse_other_lightning
+from lightning_fcl.errors import listed, refuse_other_lightning
 
 if TYPE_CHECKING:
     from avalanche.benchmarks import CLScenario
@@ -63,6 +70,9 @@ class SizedItems(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.data[index]
+
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        return fetch(self.data, rows)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -144,15 +154,26 @@ def _column(name: str, given: Any) -> NDArray[Any] | None:
 
 
 def samples_of(
-    data: object, classes: Sequence[str] | None = None, seed: int = 0, left_open: Collection[str] = ()
+    data: object, classes: Sequence[str] | None = None, seed: int = 0, left_open: Collection[str] = (), y: Any = None
 ) -> Samples:
-    """The samples of whatever a stream takes as data; data modules of clients agree on what it has ``left_open``."""
+    """Return the samples of whatever a stream takes as data.
+
+    Args:
+        data: The data.
+        classes: Names of the classes.
+        seed: Seed of what data modules draw.
+        left_open: Arguments of the stream on which the data modules of clients must agree.
+        y: Targets in the structure of the data, see `FederatedStream`. None: items hold their targets.
+    """
     if names_clients(data):
-        return _join_clients(data, classes, seed, left_open)
+        return _join_clients(data, classes, seed, left_open, y)
     if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
-        return _of_parts({"": _parts_in(data, "for `data`", seed)}, classes, ())
+        parts = _parts_in(data, "for `data`", seed)
+        return _of_parts({"": parts}, classes, (), None if y is None else {"": _targets_in(y, parts, "`data`")})
     if not isinstance(data, str | PublicData | Arrays | Samples):
-        return of_anything(data_set(data, "for `data`"), classes=classes)
+        return of_anything(data_set(data, "for `data`"), y, classes=classes)
+    if y is not None:
+        raise ValueError(f"Expected no `y` for {name_of(data)}, which has its own targets. Leave it out.")
     if classes is not None:
         raise ValueError(f"Expected no `classes` for {name_of(data)}, which names its own, but got {list(classes)}.")
     return data if isinstance(data, Samples) else of_public(data)
@@ -164,19 +185,23 @@ def names_clients(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[obj
 
 
 def _join_clients(
-    data: Mapping[Any, object] | Sequence[object], classes: Sequence[str] | None, seed: int, left_open: Collection[str]
+    data: Mapping[Any, object] | Sequence[object],
+    classes: Sequence[str] | None,
+    seed: int,
+    left_open: Collection[str],
+    y: Any,
 ) -> Samples:
-    """The samples of a data set, splits or a data module for each client, one client after the other."""
+    """Return the samples of a dataset, splits or a data module for each client, one client after the other."""
     named = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
     if not named:
         raise ValueError("Expected `data` to have a data set for each client but got none.")
     parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in named.items()}
-    samples = _of_parts(parts, classes, left_open)
+    samples = _of_parts(parts, classes, left_open, None if y is None else _targets_of_clients(y, parts))
     pieces = {part: [own[part][0] for own in parts.values() if part in own] for part in _SPLITS.values()}
-    refuse_shared({part: ConcatDataset(found) for part, found in pieces.items() if found}, "the clients")
+    refuse_shared({part: Joined(found) for part, found in pieces.items() if found}, "the clients")
     numbers = all(isinstance(client, int) for client in parts)
     names = [client if numbers else str(client) for client in parts]
-    sizes = [len(ConcatDataset([part for part, _ in own.values()])) for own in parts.values()]
+    sizes = [len(Joined(part for part, _ in own.values())) for own in parts.values()]
     return replace(samples, owner=np.repeat(names, sizes))
 
 
@@ -203,11 +228,50 @@ def _parts_in(data: object, whose: str, seed: int) -> Parts:
     return {"train": (data_set(data, whose), None)}
 
 
-def _of_parts(clients: Mapping[Any, Parts], classes: Sequence[str] | None, left_open: Collection[str]) -> Samples:
+def _targets_of_clients(y: Any, clients: Mapping[Any, Parts]) -> dict[Any, dict[str, NDArray[Any]]]:
+    """Return the targets of each part of each client."""
+    named = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
+    if named is None or named.keys() != clients.keys():
+        got = type(y).__name__ if named is None else f"those of {listed(named) or 'none'}"
+        raise ValueError(
+            f"Expected `y` to have the targets of each client ({listed(clients)}), but got {got}. Pass a dict or a "
+            "list with the clients of `data`."
+        )
+    return {client: _targets_in(named[client], parts, f"client {client}") for client, parts in clients.items()}
+
+
+def _targets_in(y: Any, parts: Parts, whose: str) -> dict[str, NDArray[Any]]:
+    """Return the targets of each part: ``y`` is a dict of them, or those of the only part."""
+    given = {_SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
+    if given.keys() != parts.keys():
+        raise ValueError(
+            f"Expected `y` to have the targets of {listed(parts)} of {whose}, but got those of {listed(given)}. Pass a "
+            "dict with one array for each."
+        )
+    found = {}
+    for name, (data, _) in parts.items():
+        found[name], size = as_array(given[name]), len(data)  # type: ignore[arg-type]  # map-style
+        if found[name].shape[:1] != (size,):
+            got = len(found[name]) if found[name].ndim else "a single value"
+            raise ValueError(
+                f"Expected `y` to have {size} targets for the {name} samples of {whose}, but got {got}. Pass one for "
+                "each sample, in their order."
+            )
+    return found
+
+
+def _of_parts(
+    clients: Mapping[Any, Parts],
+    classes: Sequence[str] | None,
+    left_open: Collection[str],
+    y: Mapping[Any, Mapping[str, NDArray[Any]]] | None = None,
+) -> Samples:
     pieces = [(part, data) for parts in clients.values() for part, (data, _) in parts.items()]
-    loaders = agreed(clients, left_open)
+    each = ((part, data, loading) for parts in clients.values() for part, (data, loading) in parts.items())
+    loaders = with_worker_init(agreed(clients, left_open), each)
     collate_fn = loaders["train"].collate_fn if loaders else default_collate
-    whole = of_anything(ConcatDataset([data for _, data in pieces]), classes=classes, collate_fn=collate_fn)
+    given = None if y is None else np.concatenate([y[c][part] for c, parts in clients.items() for part in parts])
+    whole = of_anything(Joined([data for _, data in pieces]), given, classes=classes, collate_fn=collate_fn)
     of = np.repeat([part for part, _ in pieces], [len(data) for _, data in pieces])  # type: ignore[arg-type]
     validation, test = (of == part if (of == part).any() else None for part in ("validation", "test"))
     samples = replace(whole, validation=validation, test=test, loaders=loaders, divided=True)
@@ -258,7 +322,7 @@ def of_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple
         )
     if not train:
         raise ValueError("Expected at least one experience but got none.")
-    parts: Parts = {name: (ConcatDataset(data), None) for name, data in (("train", train), ("test", test)) if data}
+    parts: Parts = {name: (Joined(data), None) for name, data in (("train", train), ("test", test)) if data}
     group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
     samples = replace(_of_parts({"": parts}, None, ()), group=group)
     ends = np.cumsum([len(data) for data in train])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
-from lightning_fcl.data.batches import Collate, Loading, as_it_is
+from lightning_fcl.data.batches import Collate, Loading, as_it_is, fetch
+from lightning_fcl.data.data_module import SampledRows
 from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.data.datasets.arrays import Measurement
 from lightning_fcl.data.generators import Generators
@@ -121,7 +122,7 @@ class Samples:
         """Return a batch of a data set's items as `collate_fn` makes it. See `take`."""
         data: Any = self.x
         with self.seeded(indices, part, seed):
-            return self.collate(part)([data[int(i)] for i in indices])
+            return self.collate(part)(fetch(data, [int(i) for i in indices]))
 
     def seeded(self, indices: Iterable[int], part: str, seed: int) -> AbstractContextManager[None]:
         """Temporarily seed the random generators of the data sets that hold some samples, and of `collate_fn`."""
@@ -201,6 +202,26 @@ def of_public(data: str | PublicData | Arrays) -> Samples:
     )
 
 
+class Joined(ConcatDataset[Any]):
+    """The datasets of clients and splits, one after the other.
+
+    Items of one dataset are read in a batch by its ``__getitems__``, which `ConcatDataset` ignores.
+    """
+
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        """Return some items in the order of ``rows``; a batch of one dataset is returned as the dataset returns it."""
+        numbers = [bisect_right(self.cumulative_sizes, row) for row in rows]
+        each = {}
+        for number in dict.fromkeys(numbers):
+            start = self.cumulative_sizes[number - 1] if number else 0
+            own = [row - start for row, of in zip(rows, numbers, strict=True) if of == number]
+            each[number] = fetch(self.datasets[number], own)
+        if len(each) == 1:
+            return each[numbers[0]]
+        items = {number: iter(found) for number, found in each.items()}
+        return [next(items[number]) for number in numbers]
+
+
 class SampleRows(Dataset[tuple[Tensor, Tensor]]):
     """Some samples in memory as a data set; stored pixels are normalised when they are read."""
 
@@ -258,9 +279,9 @@ def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:
     """Yield the data sets that hold some items, without those of torch and of this package that join others."""
     if type(data) is Numbered:
         yield from _holding(data.data, rows)
-    elif type(data) is Subset:
+    elif type(data) is Subset or type(data) is SampledRows:
         yield from _holding(data.dataset, (data.indices[int(row)] for row in rows))
-    elif type(data) is ConcatDataset:
+    elif type(data) is ConcatDataset or type(data) is Joined:
         parts: dict[int, list[int]] = {}
         for row in rows:
             number = bisect_right(data.cumulative_sizes, row)
@@ -272,11 +293,13 @@ def _holding(data: Dataset[Any], rows: Iterable[int]) -> Iterator[Dataset[Any]]:
 
 
 def _all_within(data: Dataset[Any]) -> Iterator[Dataset[Any]]:
-    if type(data) is ConcatDataset:
+    if type(data) is ConcatDataset or type(data) is Joined:
         for part in data.datasets:
             yield from _all_within(part)
-    elif type(data) is Numbered or type(data) is Subset:
-        yield from _all_within(data.data if isinstance(data, Numbered) else data.dataset)
+    elif type(data) is Numbered:
+        yield from _all_within(data.data)
+    elif type(data) is Subset or type(data) is SampledRows:
+        yield from _all_within(data.dataset)
     else:
         yield data
 

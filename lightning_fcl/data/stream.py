@@ -51,6 +51,10 @@ class FederatedStream(L.LightningDataModule):
         num_workers: Processes that read the items of a data set; the result does not depend on it.
         collate_fn: Makes a batch of a data set's items; default: that of each of the data module's loaders, or torch's.
         classes: Of a data set or data module, as in `from_arrays`.
+        y: Targets of the samples if their items hold them in an unknown place, such as graphs of PyTorch Geometric, in
+            the structure of ``data``: an array with a target for each sample, a dict of them for the splits
+            ``train``, ``validation`` and ``test``, and a dict or a list of these for clients. As in `from_arrays`, they
+            decide who gets which samples when. Batches hold what the items hold.
         seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
         features: A frozen backbone whose features take the images' place, made once and kept in the user's cache: a
             name of `lightning_fcl.models.frozen_backbone`, or a module with ``embed(x)``, which takes stored pixels,
@@ -79,6 +83,7 @@ class FederatedStream(L.LightningDataModule):
         classes: Sequence[str] | None = None,
         seed: int | None = None,
         features: nn.Module | str | None = None,
+        y: Any = None,
     ) -> None:
         super().__init__()
         given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
@@ -102,7 +107,7 @@ class FederatedStream(L.LightningDataModule):
         self.split = split
         refuse_dealt(self.scenario, partition=partition, split=split)
         self.collate_fn = collate_fn
-        self._classes = classes
+        self._classes, self._targets = classes, y
         self.features = features
         self._seed = seed
         self._torn_down = False
@@ -200,7 +205,7 @@ class FederatedStream(L.LightningDataModule):
             if self.trainer is None or self.trainer.state.fn is None:  # otherwise Lightning has, in one process
                 self.prepare_data()
             left_open = [*self.left_open, *(["collate_fn"] if self.collate_fn is None else [])]
-            samples = samples_of(self.data, self._classes, self.seed, left_open)
+            samples = samples_of(self.data, self._classes, self.seed, left_open, self._targets)
             samples, self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
             self.hold(samples)
             self._torn_down = False

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from lightning_fcl.data.batches import fetch
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.errors import did_you_mean, listed
@@ -19,6 +20,7 @@ from lightning_fcl.errors import did_you_mean, listed
 # What data sets of dicts call the targets.
 _TARGETS = ("labels", "label", "targets", "target", "y")
 
+_FETCHED = 64  # items that are read at once, if a dataset can do so
 _COMPARED = 100  # items whose targets are compared with what a data set tells of them, beside one of each label
 
 
@@ -80,7 +82,12 @@ class Numbered(Dataset[Any]):
         self.numbers = numbers
 
     def __getitem__(self, index: int) -> Any:
-        item = self.data[index]
+        return self._numbered(self.data[index], index)
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
+        return [self._numbered(item, row) for row, item in zip(rows, _items(self.data, rows), strict=True)]
+
+    def _numbered(self, item: Any, index: int) -> Any:
         place = place_of_target(item)
         label: Any = None if place is None else np.asarray(item[place]).item()
         if label not in self.numbers:
@@ -94,6 +101,12 @@ class Numbered(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.data)  # type: ignore[arg-type]  # map-style
+
+
+def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:
+    """Return some items of a dataset, one by one if ``__getitems__`` returns something else than a list of them."""
+    found = fetch(data, rows)
+    return found if isinstance(found, list | tuple) and len(found) == len(rows) else [data[row] for row in rows]
 
 
 def number_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
@@ -145,17 +158,18 @@ def _declared_targets(dataset: Dataset[Any]) -> NDArray[Any] | None:
 
 def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
     """The targets of items; none if an item has none, or they have several shapes."""
-    targets = []
+    targets, whole = [], list(rows)
+    size = _FETCHED if getattr(dataset, "__getitems__", None) else 1
     with isolate_rng(include_cuda=False), Generators().seeded({"": dataset}, seed=0):
-        for index in rows:
-            item = dataset[index]
-            place = place_of_target(item)
-            if place is None:
-                return []
-            try:
-                targets.append(as_array(item[place]))
-            except ValueError:  # a nest: a target and what more the loss takes
-                return []
+        for start in range(0, len(whole), size):
+            for item in _items(dataset, whole[start : start + size]):
+                place = place_of_target(item)
+                if place is None:
+                    return []
+                try:
+                    targets.append(as_array(item[place]))
+                except ValueError:  # a nest: a target and what more the loss takes
+                    return []
     structured = [target.dtype.kind == "O" for target in targets]  # boxes, None
     if len({target.shape for target in targets}) > 1 or all(structured):
         return []
