@@ -38,7 +38,7 @@ def memory_size(**arguments: int | float) -> None:
 class Episodic(Method):
     """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which."""
 
-    needs: ClassVar[Needs] = Needs(loss=True, samples=True)
+    needs: ClassVar[Needs] = Needs(loss=True, samples=True, tensors=True)
 
     max_size: int | float = argument(0.1, memory_size)  # jsonargparse takes the first type that fits
 

@@ -54,7 +54,7 @@ class DERpp(Method):
         32
     """
 
-    needs: ClassVar[Needs] = Needs(loss=True)
+    needs: ClassVar[Needs] = Needs(loss=True, tensors=True)
 
     max_size: int = argument(200, at_least, 1)
     alpha: float = argument(0.1, at_least, 0)
@@ -116,7 +116,7 @@ class ReFed(Method):
         0.5
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, loss=True)
+    needs: ClassVar[Needs] = Needs(samples=True, loss=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
     max_size: int = argument(200, at_least, 1)
@@ -222,7 +222,11 @@ class FedCBDR(Method):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, features=True, logits=True, federation="no server adds up. Use the strategy"
+        samples=True,
+        features=True,
+        logits=True,
+        tensors=True,
+        federation="no server adds up. Use the strategy",
     )
     accumulates: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"gram": SumOfSome()}
