@@ -145,7 +145,7 @@ REFUSED = [
         "Expected checkpoints to contain tensors and plain values, but `checkpoint['callbacks']['Keeps']['folders'][0]",
     ),
     (
-        f"data: {{data: {{class_path: own_parts.Texts}}, split: {{test: 0.5}}}}\n{callback('lightning_fcl.callbacks.GEM')}",
+        "data: {data: {class_path: own_parts.Texts}, split: {test: 0.5}}\n" + callback("lightning_fcl.callbacks.GEM"),
         "Expected batches of tensors with a row for each sample for `GEM`, which works on single samples, but `x` is a",
     ),
     (callback("own_parts.Starts"), "Expected a callback's own refusal when training starts"),
