@@ -118,6 +118,10 @@ def test_plain_trainer_rejects_batches_before_a_step(quiet, kind):
     assert not module.steps
 
 
+@pytest.mark.may(
+    "have batches of lists, text or `PackedSequence`",
+    "accuracy is measured; methods that work on single samples raise an error before the first round",
+)
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("methods", [[], [LwF]], ids=["none", "LwF"])

@@ -106,6 +106,10 @@ def assert_equal_states(left, right):
 KEEPING = {"keep_optimizer": True, "reductions": {"shift": "none"}}
 
 
+@pytest.mark.may(
+    "have parameters or buffers of a subclass of `torch.Tensor`",
+    "they keep their class; the server, client states and checkpoints have plain tensors",
+)
 @pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize(
@@ -248,6 +252,10 @@ class Keeps(Callback):
         self.ended += 1
 
 
+@pytest.mark.may(
+    "have a callback whose state has an object (a path, a NumPy number)",
+    "refused, at the latest when the first checkpoint is written, by the name of the entry; trains without checkpoints",
+)
 @pytest.mark.parametrize(("first", "rounds"), [(0, 0), (1, 1)], ids=["known before", "from the first round on"])
 def test_checkpoint_unreadable_state_ends_the_fit_by_the_first_round(fit, tmp_path, first, rounds):
     keeps, saves = Keeps(Path("a"), first), ModelCheckpoint(tmp_path)
