@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -40,7 +41,7 @@ Counts: TypeAlias = list[int | None]
 Values: TypeAlias = dict[str, dict[str, float | None]]
 """What each measure came to on the samples of some groups, by `part_name`; None where it is not defined."""
 
-_Batch: TypeAlias = tuple[Tensor, Tensor, Tensor]  # outputs, targets, groups
+_Batch: TypeAlias = tuple[Any, Tensor, Tensor]  # inputs or outputs, targets, groups
 
 _BATCH = 512
 _LOWER = ("loss", "error")  # in the names of what is better when lower
@@ -77,6 +78,8 @@ class Tester:
             return replace(tester, held=(x, y))
         found, free = list[_Batch](), _HELD_BYTES
         for batch in tester._batches():
+            if not isinstance(batch[0], Tensor):  # such as lists of images or text, which cannot be joined
+                return tester
             found.append(batch)
             free -= batch[0].nbytes
             if free < 0 or any(one.shape[1:] != other.shape[1:] for one, other in zip(batch, found[0], strict=True)):
@@ -106,12 +109,14 @@ class Tester:
         seed, key = self.stream.seed, ("server", self.part)
         requests = (Request(self.rows[place], seed, (*key, int(place[0]))) for place in places)
         for place, batch in zip(places, self.stream.read(requests, self.part), strict=True):
-            if not (isinstance(batch, list) and len(batch) > 1 and all(isinstance(one, Tensor) for one in batch[:2])):
+            if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
+                length = f" of {len(batch)}" if isinstance(batch, list) else ""
                 raise TypeError(
-                    f"Expected pairs of samples and targets to measure on but got a {type(batch).__name__}. Log what "
-                    "you measure in `test_step`, and use `trainer.test`."
+                    f"Expected pairs of samples and a tensor of targets to measure on, but got a {type(batch).__name__}"
+                    f"{length}. Let the dataset return pairs, or measure in `test_step` of a module whose `forward` "
+                    "does not return logits."
                 )
-            x, y = (values.to(self.group.device) for values in batch[:2])
+            x, y = move_data_to_device(batch[:2], self.group.device)
             yield x, y, self.group[place]
 
     @torch.no_grad()

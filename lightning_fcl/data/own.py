@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
 
-from lightning_fcl.data.batches import Collate, fetch
+from lightning_fcl.data.batches import Collate, fetch, plain_tensor
 from lightning_fcl.data.data_module import (
     Parts,
     agreed,
@@ -129,7 +129,7 @@ def of_anything(
 
 def _tensor(x: Any) -> Tensor:
     """Samples in memory as torch has them, those of half precision as single, which holds them."""
-    values = x.detach().cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
+    values = plain_tensor(x).cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
     if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
         raise TypeError(
             f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}. Convert it, for example "

@@ -15,7 +15,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, order_keys, plan_batches, read
+from lightning_fcl.data.batches import (
+    Batching,
+    Collate,
+    Loading,
+    Request,
+    Take,
+    order_keys,
+    plain_samples,
+    plan_batches,
+    read,
+)
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
@@ -252,8 +262,8 @@ class FederatedStream(L.LightningDataModule):
         return partial(self.samples.take, seed=self.seed)  # without the stream: a spawned process gets no Trainer
 
     def client_samples(self, client: str, round: int, seed: int) -> Any:
-        """A client's samples of a round, stacked: the same whenever they are asked for."""
-        return Request.of(self.plan.train[round][client], seed, client, round).read(self.take)
+        """Return a client's samples of a round, stacked, as plain tensors. Each call returns the same samples."""
+        return plain_samples(Request.of(self.plan.train[round][client], seed, client, round).read(self.take))
 
     def read(self, requests: Iterable[Request], part: str = "train") -> Iterator[Any]:
         """The batches of a part that requests ask for, read by `num_workers` processes, which are given no Trainer."""

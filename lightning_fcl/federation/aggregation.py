@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_fcl.data.batches import plain_tensor
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.exact import CohortSums, weighted_sum
@@ -220,7 +221,7 @@ class Aggregator:
                 raise ValueError(
                     f"Expected `{name}` of shape {self._shapes[name]}, as the other clients sent it, but got {shape}."
                 )
-        return {name: uploads[name].detach() for name in names}
+        return {name: plain_tensor(uploads[name]) for name in names}
 
     def set_aside(self, uploads: State, names: Sequence[str]) -> State:
         """Uploads to add, with zeros for the numbers of some entries that are not finite: they stay the server's."""

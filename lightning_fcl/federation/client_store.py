@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_fcl.data.batches import plain_tensor
 from lightning_fcl.errors import NoRoomError
 from lightning_fcl.evaluation.files import TemporaryFolder, inside, write_whole, writing
 from lightning_fcl.federation.ranks import Ranks
@@ -84,7 +85,7 @@ class ClientStore:
     """Keeps every client's state between rounds, in memory or in one safetensors file per client.
 
     A file has its checksum with it. It is written whole or not at all, and one that is not as it was written is
-    refused.
+    refused. Tensors of a subclass of `torch.Tensor` are stored as plain tensors, without their attributes.
 
     Args:
         folder: Where ``"disk"`` writes; a temporary folder, removed at the end, where none is given.
@@ -119,6 +120,9 @@ class ClientStore:
 
     def __setitem__(self, client: str, state: ClientState) -> None:
         pixels = self._pixels
+        state = {
+            section: {name: plain_tensor(value) for name, value in memory.items()} for section, memory in state.items()
+        }
         packed = state if pixels is None else {section: pixels.pack(memory) for section, memory in state.items()}
         self._set_aside(client)
         if self._folder is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fcl.data.batches import plain_tensor
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import check_clients, listed, quoted
 from lightning_fcl.federation.aggregation import (
@@ -116,12 +117,12 @@ class FederatedServer:
                 values from round to round, in ``extra``; the one given here counts where it has none yet.
         """
         self.reductions = reductions_of(module, rules)
-        self.state = {name: value.detach().clone() for name, value in entries(module).items()}
+        self.state = {name: plain_tensor(value).clone() for name, value in entries(module).items()}
         for name, (value, reduction) in (extra or {}).items():
             if name in self.state:
                 raise ValueError(f"Expected extra entries beside those of the module but got `{name}`, which it has.")
             self.reductions[name] = resolve(name, reduction)
-            self.state[name] = self.extra[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
+            self.state[name] = self.extra[name] = plain_tensor(self.extra.get(name, value)).to(value.device, copy=True)
         self.sent_once.begin_round(extra or {}, self.state, self.reductions)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
         self._find_frozen(module)

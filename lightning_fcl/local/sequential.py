@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batches import Batch, plain_tensor
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
@@ -121,7 +121,7 @@ class SequentialTrainer:
 
     def finish(self) -> Trained:
         """Take the client's state from the module."""
-        own = {name: value.detach() for name, value in entries(self._module).items()}
+        own = {name: plain_tensor(value) for name, value in entries(self._module).items()}
         if new := [name for name in own if name not in self._received]:
             raise ValueError(
                 "Expected a module whose state is there before it trains but a step of client "

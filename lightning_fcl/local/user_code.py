@@ -79,7 +79,10 @@ def _function(value: object) -> FunctionType | None:
         value = value.func
     elif isinstance(value, classmethod | staticmethod):
         value = value.__func__
-    value = inspect.unwrap(value) if callable(value) else value
+    try:
+        value = inspect.unwrap(value) if callable(value) else value
+    except Exception:  # a placeholder of a package that is not installed raises for each attribute
+        return None
     return value if isinstance(value, FunctionType) and is_users(value) else None
 
 

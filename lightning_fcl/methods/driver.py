@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fcl.data.attached import need_stream, stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batches import Batch, plain_samples
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.federation.aggregation import Aggregator, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
+from lightning_fcl.methods.batch_check import check_batch, check_samples
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import check_compatible, check_needs, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
@@ -77,6 +78,7 @@ class MethodDriver(Callback):
         check_compatible(self.methods)
         for method in self.methods:
             check_needs(method, trainer, pl_module)
+            check_samples(method, trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stream, needing = stream_of(trainer), [method for method in self.methods if method.needs.logits]
@@ -165,20 +167,14 @@ class MethodDriver(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         for method in () if _side_by_side(self._federation) else self.methods:
-            accepts = is_labelled(batch) or (method.needs.dicts and isinstance(batch, dict))
-            if method.needs.labels and not accepts:
-                length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
-                raise TypeError(
-                    f"Expected batches `[x, y]` for `{type(method).__name__}` but got a {type(batch).__name__}"
-                    f"{length}. Return a pair from your dataset."
-                )
+            check_batch(method, batch, stored=self._federation is None)
         epoch = self._federation.round.local_epoch if self._federation is not None else 0
         for client in self._clients:
             client.batch, client.local_epoch = batch, epoch
         if self._federation is None and is_labelled(batch):
             # Only some methods look at the samples again.
             keeps = any(method.needs.samples for method in self.methods)
-            self._seen.append((batch[0] if keeps else None, batch[1]))
+            self._seen.append((plain_samples(batch[0]) if keeps else None, plain_samples(batch[1])))
         for method, client in self._active():
             method.begin_step(client)
             if self._federation is None and joins_batches(method):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batches import Batch, joined
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
@@ -38,7 +38,7 @@ def memory_size(**arguments: int | float) -> None:
 class Episodic(Method):
     """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which."""
 
-    needs: ClassVar[Needs] = Needs(loss=True, samples=True)
+    needs: ClassVar[Needs] = Needs(loss=True, samples=True, tensors=True)
 
     max_size: int | float = argument(0.1, memory_size)  # jsonargparse takes the first type that fits
 
@@ -146,7 +146,7 @@ def remember_task(client: Client, data: Batch, max_size: int | float, generator:
     elif history is not None and knows_task(memory, task):
         x, y = finite_pairs(client.new_samples(data))
         of_task = (memory["task"] == task).nonzero()[:, 0]
-        x, y = torch.cat([memory["x"][of_task].to(x.device), x]), torch.cat([memory["y"][of_task].to(y.device), y])
+        x, y = joined([memory["x"][of_task].to(x.device), x]), joined([memory["y"][of_task].to(y.device), y])
     labels = y.cpu() if y.dim() == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
     chosen = stratified(labels, size, generator).to(y.device)
     return with_task(memory, {"x": x[chosen], "y": y[chosen]}, task)
@@ -178,7 +178,7 @@ def with_task(memory: Memory, samples: Memory, task: int) -> Memory:
     new = {**samples, "task": torch.full((len(first),), task, device=device)}
     if "task" in memory:
         kept = memory["task"].to(device) != task
-        new = {name: torch.cat([memory[name].to(device)[kept], value]) for name, value in new.items()}
+        new = {name: joined([memory[name].to(device)[kept], value]) for name, value in new.items()}
     return {**memory, **new}
 
 
@@ -195,7 +195,7 @@ def add_to_task(memory: Memory, result: Memory, samples: Memory, task: int) -> M
     earlier = result["task"] == task if "task" in result else torch.zeros(0, dtype=torch.bool)
     if earlier.any():
         kept = {name: result[name][earlier].to(value.device) for name, value in samples.items()}
-        samples = {name: torch.cat([kept[name], value]) for name, value in samples.items()}
+        samples = {name: joined([kept[name], value]) for name, value in samples.items()}
     return with_task(memory, samples, task)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args
 
@@ -99,6 +99,8 @@ class FedViT(FedRep):
     """
 
     accumulates: ClassVar[bool] = True
+
+    needs: ClassVar[Needs] = replace(FedRep.needs, tensors=True)
 
     rho: float = argument(0.1, share)
     k: int = argument(10, at_least, 1)

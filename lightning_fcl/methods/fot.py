@@ -52,7 +52,7 @@ class FOT(MovesServer):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, features=True, federation="no server brings updates together. Use the strategy"
+        samples=True, features=True, tensors=True, federation="no server brings updates together. Use the strategy"
     )
     reductions: ClassVar[Rules] = {"basis.*": "download", "sketch.*": SumOfSome(), "energy.*": SumOfSome()}
 

@@ -177,7 +177,8 @@ class GLFC(Method):
         if not self.proxy:
             vars(self)["reductions"] = {"before.*": Once()}
         else:
-            vars(self)["needs"] = replace(self.needs, samples=True)  # the proxy server's part alone looks at them
+            # Only the part of the proxy server uses the samples.
+            vars(self)["needs"] = replace(self.needs, samples=True, tensors=True)
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.proxy:

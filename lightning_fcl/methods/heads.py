@@ -55,7 +55,10 @@ class Fed3R(Method):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, features=True, federation="no server adds up. Use the strategy, with one client if need be"
+        samples=True,
+        features=True,
+        tensors=True,
+        federation="no server adds up. Use the strategy, with one client if need be",
     )
     reductions: ClassVar[Rules] = {"A": SumOfSome(), "B": SumOfSome()}
 
@@ -157,7 +160,9 @@ class CCVR(Method):
         {'sums': (4, 6), 'products': (4, 15), 'task': (4,)}
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, features=True, federation="no server adds up. Use the strategy")
+    needs: ClassVar[Needs] = Needs(
+        samples=True, features=True, tensors=True, federation="no server adds up. Use the strategy"
+    )
     reductions: ClassVar[Rules] = {"sums": SumOfSome(), "products": SumOfSome(), "task": "fixed"}
 
     covariance: Literal["full", "diagonal"] = argument("full", one_of, ("full", "diagonal"))

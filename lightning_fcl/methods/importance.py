@@ -33,7 +33,7 @@ def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
 class Consolidation(Method):
     """What EWC, MAS and SI share: the penalty, and when the importance of the parameters is taken."""
 
-    needs: ClassVar[Needs] = Needs(samples=True)
+    needs: ClassVar[Needs] = Needs(samples=True, tensors=True)
 
     strength: float = argument(1.0, at_least, 0)
     decay: float = argument(1.0, between, 0, 1)
@@ -101,7 +101,7 @@ class EWC(Consolidation):
         10.0
     """
 
-    needs: ClassVar[Needs] = Needs(loss=True, samples=True)
+    needs: ClassVar[Needs] = Needs(loss=True, samples=True, tensors=True)
 
     def importance(self, client: Client, own: State, data: Batch, names: Iterable[str]) -> State:
         loss = states_loss(client.module).sample_loss

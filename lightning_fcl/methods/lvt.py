@@ -64,7 +64,7 @@ class LVTMethod(Method):
     """
 
     vectorizable: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(loss=True, samples=True)
+    needs: ClassVar[Needs] = Needs(loss=True, samples=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
     gamma: float = argument(1.0, at_least, 0)

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.batches import plain_samples
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
@@ -57,7 +58,8 @@ class Method(Declaration, Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._federated:
             return {}
-        return {"memory": self.memory, "fits": self.fits, "server": self.server_entries}
+        memory, server = plain_samples(self.memory), plain_samples(self.server_entries)
+        return {"memory": memory, "fits": self.fits, "server": server}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.memory = state_dict.get("memory", {})

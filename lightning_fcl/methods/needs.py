@@ -12,6 +12,8 @@ class Needs:
     Args:
         labels: Batches are pairs ``[x, y]``.
         dicts: They may also be dicts of tensors, in a federation.
+        tensors: Inputs and targets, or the values of a dict, are one tensor each, with a row for each sample: the
+            method stores samples, or splits the samples of a round.
         logits: The module's output are logits of classes.
         loss: The module states the loss of samples apart from its training step.
         samples: `Method.end_round`, `Method.contribute` and those of an experience look at the round's samples.
@@ -29,6 +31,7 @@ class Needs:
 
     labels: bool = False
     dicts: bool = False
+    tensors: bool = False
     logits: bool = False
     loss: bool = False
     samples: bool = False

@@ -127,7 +127,7 @@ class FedProto(Method):
         torch.Size([4, 6])
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, features=True)
+    needs: ClassVar[Needs] = Needs(samples=True, features=True, tensors=True)
     reductions: ClassVar[Rules] = {"sums": ClassSums()}
 
     def __init__(
@@ -200,7 +200,7 @@ class ICaRL(LwF):
         True
     """
 
-    needs: ClassVar[Needs] = Needs(labels=True, logits=True, features=True)
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True, features=True, tensors=True)
     accumulates: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"sums": ClassSums()}
 

@@ -50,7 +50,7 @@ class RegMean(MovesServer):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, features=True, federation="no server brings layers together. Use the strategy"
+        samples=True, features=True, tensors=True, federation="no server brings layers together. Use the strategy"
     )
     reductions: ClassVar[Rules] = {"gram.*": SumOfSome(), "answers.*": SumOfSome()}
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batches import Batch, joined
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
@@ -54,7 +54,7 @@ class DERpp(Method):
         32
     """
 
-    needs: ClassVar[Needs] = Needs(loss=True)
+    needs: ClassVar[Needs] = Needs(loss=True, tensors=True)
 
     max_size: int = argument(200, at_least, 1)
     alpha: float = argument(0.1, at_least, 0)
@@ -83,7 +83,7 @@ class DERpp(Method):
         lots = torch.rand(len(y), generator=client.generator).to(x.device)
         new = {"x": x, "y": y, "logits": predictions(client.module, own, x).to(x.device), "lot": lots}
         if client.memory:
-            new = {name: torch.cat([client.memory[name].to(x.device), value]) for name, value in new.items()}
+            new = {name: joined([client.memory[name].to(x.device), value]) for name, value in new.items()}
         kept = new["lot"].argsort(descending=True, stable=True)[: self.max_size]
         return {name: value[kept] for name, value in new.items()}
 
@@ -116,7 +116,7 @@ class ReFed(Method):
         0.5
     """
 
-    needs: ClassVar[Needs] = Needs(samples=True, loss=True)
+    needs: ClassVar[Needs] = Needs(samples=True, loss=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
     max_size: int = argument(200, at_least, 1)
@@ -131,7 +131,7 @@ class ReFed(Method):
         x, y = finite_pairs(data)
         memory = client.result or client.memory
         old = remembered_pairs(memory) or (x[:0], y[:0])
-        x, y = (torch.cat([past.to(new.device), new]) for past, new in zip(old, (x, y), strict=True))
+        x, y = (joined([past.to(new.device), new]) for past, new in zip(old, (x, y), strict=True))
         if not len(y):
             return memory
         before = {name: value.to(own[name].device) for name, value in section(memory, "v").items()}
@@ -222,7 +222,11 @@ class FedCBDR(Method):
     """
 
     needs: ClassVar[Needs] = Needs(
-        samples=True, features=True, logits=True, federation="no server adds up. Use the strategy"
+        samples=True,
+        features=True,
+        logits=True,
+        tensors=True,
+        federation="no server adds up. Use the strategy",
     )
     accumulates: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"gram": SumOfSome()}
@@ -267,7 +271,7 @@ class FedCBDR(Method):
         x, y = finite_pairs(data)
         new = {"x": x, "y": y, "features": embeddings(client.module, own, x)}
         earlier = section(client.result, "new")
-        new = {name: torch.cat([earlier[name], value]) if earlier else value for name, value in new.items()}
+        new = {name: joined([earlier[name], value]) if earlier else value for name, value in new.items()}
         return client.memory | remember(new, "new")
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -291,7 +295,7 @@ class FedCBDR(Method):
             size = min(round(self.max_size * float(scores.sum()) / rank), len(scores))
             generator = torch.Generator().manual_seed(seed_of(federation.seed, part.client, part.round, self.section))
             chosen = scores.clamp(min=1e-9).multinomial(size, generator=generator) if size else scores[:0].long()
-            kept = {n: torch.cat([memory.get(n, value[:0]), value[chosen]]) for n, value in new.items()}
+            kept = {n: joined([memory.get(n, value[:0]), value[chosen]]) for n, value in new.items()}
             server.store.remember(part.client, self.section, kept)
         server.extra[f"{self.section}.gram"] = torch.zeros_like(gram)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.batches import Batch, joined, plain_samples
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, one_of
 from lightning_fcl.federation.aggregation import State, entries, load_entries
@@ -47,7 +47,9 @@ class Replay(Method):
     """Every batch: joins remembered samples, so that each is seen once per local epoch.
 
     After a client's local training each of its new samples is offered once to the client's buffer.
-    Replay samples never leave the client. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
+    Replay samples never leave the client. Samples are pairs ``[x, y]`` of tensors, or dicts of tensors in a federation.
+    They are stored as plain tensors, so that all batches of a fit are plain tensors: a subclass of `torch.Tensor`, such
+    as MONAI's ``MetaTensor``, reaches the training step without its class and metadata.
 
     In a plain Trainer without a `FederatedStream` samples have no numbers: there ``update="round"`` offers the samples
     of each epoch, and ``update="experience"`` those of the last epoch of a fit.
@@ -68,8 +70,8 @@ class Replay(Method):
             ``ParametricBuffer``, whose strategy gets the module, with the client's state, as ``strategy.model``.
         transform: Callable that augments each replay sample every time it joins a batch, such as a transform of
             ``torchvision.transforms.v2``. It gets the input ``x`` of one sample as the dataset returned it, without the
-            batch dimension, or the dict of one sample, and returns the same shape and dtype. Its random numbers depend
-            on the seed, the client, the round and the batch. The stored samples do not change.
+            batch dimension and as a plain tensor, or the dict of one sample, and returns the same shape and dtype. Its
+            random numbers depend on the seed, the client, the round and the batch. The stored samples do not change.
 
     Raises:
         TypeError: If ``buffer`` wants Avalanche's own training loop, or ``transform`` is not callable.
@@ -81,7 +83,7 @@ class Replay(Method):
         10
     """
 
-    needs: ClassVar[Needs] = Needs(dicts=True)
+    needs: ClassVar[Needs] = Needs(dicts=True, tensors=True)
     accumulates: ClassVar[bool] = True
 
     max_size: int | float = argument(200, memory_size)  # jsonargparse takes the first type that fits
@@ -127,7 +129,7 @@ class Replay(Method):
                 'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` but '
                 f"got {stream}. Leave `base` out."
             )
-        data = stream.take(stream.plan.base)
+        data = plain_samples(stream.take(stream.plan.base))
         for name in stream.plan.clients:
             has_state = not federation.hosts(name) or federation.server.store.memory(name, self.section)
             if not has_state:  # An earlier fit may have stored samples.
@@ -148,7 +150,7 @@ class Replay(Method):
         if self.transform is None or stream is None or (rows := first_rows(stream)) is None:
             return
         with isolate_rng():  # a dataset's own code may draw
-            sample = stream.take(rows[:1])
+            sample = plain_samples(stream.take(rows[:1]))
         if isinstance(sample, Mapping) or is_labelled(sample):
             check_transform(self.transform, sample)
 
@@ -207,14 +209,14 @@ class Replay(Method):
         if self.buffer is None and self.policy == "refresh":
             if knows_task(memory, part.experience):  # choose anew among these and the new samples
                 of_task = memory["task"] == part.experience
-                new = {name: torch.cat([memory[name][of_task], value]) for name, value in new.items()}
+                new = {name: joined([memory[name][of_task], value]) for name, value in new.items()}
             number = len(next(iter(new.values())))
             chosen = torch.randperm(number, generator=client.generator)[:size]
             return with_task(memory, {name: value[chosen] for name, value in new.items()}, part.experience)
         new["task"] = torch.full((len(first),), part.experience, device=device)
         seen = len(first) + (int(memory["seen"]) if memory else 0)
         if memory:
-            new = {name: torch.cat([memory[name], value]) for name, value in new.items()}
+            new = {name: joined([memory[name], value]) for name, value in new.items()}
         places: Memory = {name: memory[name].cpu() for name in ("priority", "group") if name in memory}
         labels = new["class"] if "class" in new else new["y"]
         names = [name for name in new if name.startswith(_SAMPLE)]

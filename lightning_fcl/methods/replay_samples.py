@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import joined, number_of, some_of, window
+from lightning_fcl.data.batches import joined, number_of, plain_samples, plain_tensor, some_of, window
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.methods.client import Client, Step, is_labelled
@@ -92,6 +92,7 @@ def join_batch(method: Declaration, client: Client, batch_idx: int) -> None:
             f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(method).__name__}` but "
             f"got {type(batch).__name__}. Return a pair from your dataset."
         )
+    batch[:] = plain_samples(batch)
     samples = method.replay_samples(client)
     if not isinstance(samples, tuple):
         return
@@ -181,7 +182,7 @@ def _transformed(
     rows = range(number_of(samples))
     with _seeded(transform, seed, "replay transform", *key), torch.no_grad():
         changed = [_checked(of_dicts, {name: value[row] for name, value in samples.items()}) for row in rows]
-    return {name: torch.stack([one[name] for one in changed]) for name in samples}
+    return {name: torch.stack([plain_tensor(one[name]) for one in changed]) for name in samples}
 
 
 def check_transform(transform: ReplayTransform, sample: Any) -> None:

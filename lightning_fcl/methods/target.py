@@ -61,7 +61,7 @@ class TARGET(Method):
         16
     """
 
-    needs: ClassVar[Needs] = Needs(logits=True, federation="no server makes images. Use the strategy")
+    needs: ClassVar[Needs] = Needs(logits=True, tensors=True, federation="no server makes images. Use the strategy")
     reductions: ClassVar[Rules] = {"images": "download", "logits": "download", "ended": SumOfSome()}
 
     kd: float = argument(25.0, at_least, 0)

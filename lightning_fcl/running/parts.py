@@ -31,6 +31,7 @@ from lightning_fcl.methods.trial import first_rows
 from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, refuse_no_round, run
 from lightning_fcl.running.remedies import refusals
 from lightning_fcl.running.rows import config_words
+from lightning_fcl.simulation.checkpoint_content import check_states
 from lightning_fcl.simulation.limits import check_ranks
 from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
@@ -115,7 +116,9 @@ def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
         if isinstance(callback, Pretrain):
             callback.epochs = 0
     add_metrics(callbacks, parts.config["recipe"]["measure_on"])
-    callbacks.insert(0, _Enough(_processes(trainer.strategy)))
+    given = parts.config["trainer"]
+    saves = given["enable_checkpointing"] is not False and not given["barebones"]
+    callbacks.insert(0, _Enough(_processes(trainer.strategy), saves))
     if parts.config["ckpt_path"]:
         checkpoint_file(parts.config["ckpt_path"])
     if parts.config["trainer"]["logger"] is not False and not parts.config["trainer"]["barebones"]:
@@ -147,15 +150,22 @@ class _WouldTrainError(Exception):
 
 
 class _Enough(Callback):
-    """Ends a fit when its first round begins, before a callback of anyone's hears of it."""
+    """A callback that ends a fit when its first round begins, before the users' callbacks run.
 
-    def __init__(self, processes: int) -> None:
-        self._processes = processes
+    Args:
+        processes: Number of processes of the fit.
+        saves: Whether the fit writes checkpoints.
+    """
+
+    def __init__(self, processes: int, saves: bool) -> None:
+        self._processes, self._saves = processes, saves
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(trainer.strategy, FederatedStrategy):
             check_ranks(trainer.strategy.federation, self._processes)
         callbacks = callbacks_of(trainer)
+        if self._saves:
+            check_states(callbacks)
         callbacks[:] = [one for one in callbacks if type(one).__module__.startswith("lightning_fcl.")]
         raise _WouldTrainError
 

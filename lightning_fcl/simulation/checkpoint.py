@@ -18,7 +18,6 @@ from lightning_fcl.errors import quoted
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import RecordFile
 from lightning_fcl.federation.aggregation import hparams_of
-from lightning_fcl.federation.optimizers import is_plain
 from lightning_fcl.federation.protocol import HasHparams
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.simulation.federation import Federation
@@ -167,31 +166,6 @@ def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
                 f"Expected the checkpoint {path} to hold the state of {name} but got {state!r}. Continue from another "
                 "one."
             )
-
-
-def leave_out_objects(checkpoint: dict[str, Any]) -> list[str]:
-    """Leave out of a checkpoint the hyperparameters that are no data, with which nothing of it could be read; which."""
-    left: list[str] = []
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        objects = [name for name, value in checkpoint.get(key, {}).items() if not _is_data(value)]
-        if objects:
-            checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in objects}
-        left += objects
-    return left
-
-
-def _is_data(value: object) -> bool:
-    """Whether a checkpoint that holds it can be read without running code."""
-    if is_plain(value):
-        return True
-    content = io.BytesIO()
-    try:
-        torch.save(value, content)
-        content.seek(0)
-        torch.load(content, weights_only=True)
-    except Exception:  # whatever it is, it cannot come back
-        return False
-    return True
 
 
 class WholeCheckpointIO(TorchCheckpointIO):

@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, order_keys, plan_cohort, some_of
+from lightning_fcl.data.batches import (
+    Alike,
+    Batch,
+    Request,
+    alike,
+    joined,
+    order_keys,
+    plain_samples,
+    plan_cohort,
+    some_of,
+)
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
@@ -191,7 +201,12 @@ class Cohort:
             yield [pad_sequence(list(column), batch_first=True) for column in zip(*each, strict=True)]
 
     def _mixed(self, batch: Batch, extra: JoiningSamples, row: int, step: int) -> Any:
-        """Return a client's batch with the replay samples that join it."""
+        """Return a client's batch with the replay samples that join it.
+
+        If a method has replay samples, all batches are plain tensors, with and without replay samples.
+        """
+        if self._replayed is not None:
+            batch = plain_samples(batch)
         joining = self._joining(row, step)
         return joined([batch, self._take(extra, joining, row, step)]) if len(joining) else batch
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_fcl.callbacks.epoch_log import RoundLog
-from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.batches import Batch, Batching
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import quoted
@@ -25,7 +25,8 @@ from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.replay_samples import joins_batches
 from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of, leave_out_objects
+from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
+from lightning_fcl.simulation.checkpoint_content import check_states, leave_out_objects
 from lightning_fcl.simulation.counters import note_progress
 from lightning_fcl.simulation.experience import finish_stopped
 from lightning_fcl.simulation.federation import Federation, choose_min_batch_size, extra_of
@@ -147,6 +148,8 @@ class FitHooks(Callback):
         """Take the module's state as the server's."""
         self.began = True
         federation = self.federation
+        if trainer.checkpoint_callbacks:
+            check_states(one for one in callbacks_of(trainer) if one is not self)
         federation.server.begin(pl_module, self.strategy.rules, extra_of(federation))
         self._logs = RoundLog(pl_module, self.strategy.ranks)
 

@@ -37,6 +37,7 @@ from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.vectorized import StackedPrecision, flush_denormals
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
+from lightning_fcl.simulation.checkpoint_content import read_back, readable
 from lightning_fcl.simulation.client_steps import take_over_steps, take_step
 from lightning_fcl.simulation.counters import ClientCounters
 from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
@@ -150,6 +151,7 @@ class FederatedStrategy(RanksStrategy):
         self.counters = ClientCounters(self)
         self._fits: list[Optimizer] = []  # those of the fit which has begun
         self._flushes = False  # whether numbers near 0 are 0 until the fit ends
+        self._has_read_back = False  # whether the first checkpoint of the fit was read
         warnings.filterwarnings("ignore", "`max_epochs` was not set")  # it says 1000: a fit lasts as long as its stream
 
     @property
@@ -195,7 +197,7 @@ class FederatedStrategy(RanksStrategy):
         if type(self.precision_plugin) is Precision:
             self.precision_plugin = StackedPrecision(lambda: self.federation.trainer)
         super().setup(trainer)
-        self._hooks.began, self._fits = False, []
+        self._hooks.began, self._fits, self._has_read_back = False, [], False
         if trainer.state.fn == "fit":
             self._flushes = flush_denormals()
             check_trainer(trainer)
@@ -305,12 +307,18 @@ class FederatedStrategy(RanksStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save a checkpoint. A hook that saves one within a client's round saves the counters of all clients, too."""
+        """Save a checkpoint of plain tensors and values, and read the first one of a fit back.
+
+        A hook that saves one within a client's round saves the counters of all clients, too.
+        """
         with self.counters.totals():
             trainer = self.federation.module.trainer
             checkpoint["global_step"] = trainer.global_step
             checkpoint["loops"]["fit_loop"] = trainer.fit_loop.state_dict()
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            super().save_checkpoint(readable(checkpoint), filepath, storage_options)
+        if not self._has_read_back and self.is_global_zero:
+            read_back(self.checkpoint_io, filepath)
+        self._has_read_back = True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is False:

@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from lightning_fcl.data.batches import plain_samples
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
 from lightning_fcl.errors import require
@@ -192,8 +193,8 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
     """What a file holds of a network: those of 32 bits in 16, if wanted; none that a package brings."""
     packaged = packaged_state(network)
     return {
-        name: (value.half() if half and value.dtype == torch.float32 else value.detach()).contiguous()
-        for name, value in network.state_dict().items()
+        name: (value.half() if half and value.dtype == torch.float32 else value).contiguous()
+        for name, value in plain_samples({**network.state_dict()}).items()
         if name not in packaged
     }
 

@@ -13,6 +13,7 @@ from lightning_fcl.running.rows import find_recipes
 
 OWN = """
 from dataclasses import dataclass
+from pathlib import Path
 
 import lightning.pytorch as L
 import torch
@@ -102,6 +103,16 @@ class Items(Dataset):
         return torch.zeros(1, 8, 8), int(self.y[number])
 
 
+class Texts(Items):
+    def __getitem__(self, number):
+        return "a scan", int(self.y[number])
+
+
+class Keeps(L.Callback):
+    def state_dict(self):
+        return {"folders": [Path("scans")]}
+
+
 class Starts(L.Callback):
     def on_train_start(self, trainer, pl_module):
         raise ValueError("Expected a callback's own refusal when training starts")
@@ -172,6 +183,14 @@ REFUSED = [
     (callback("lightning_fcl.callbacks.BaseSession"), "Expected the task's `model` to have a `backbone` and a `head`"),
     (callback("lightning_fcl.callbacks.Pretrain"), "Expected a scenario with samples for pre-training"),
     (callback("lightning_fcl.callbacks.FedWEIT"), "Expected a `Classifier` of a `Decomposed` network for `FedWEIT`"),
+    (
+        callback("own_parts.Keeps"),
+        "Expected checkpoints to contain tensors and plain values, but `checkpoint['callbacks']['Keeps']['folders'][0]",
+    ),
+    (
+        "data: {data: {class_path: own_parts.Texts}, split: {test: 0.5}}\n" + callback("lightning_fcl.callbacks.GEM"),
+        "Expected batches of tensors with a row for each sample for `GEM`, which works on single samples, but `x` is a",
+    ),
     (callback("own_parts.Starts"), "Expected a callback's own refusal when training starts"),
     ("recipe: {measure_on: validation}", "Expected the stream's `validation` to be above 0 but got no validation"),
     ("ckpt_path: nothing.ckpt", "Expected a checkpoint at nothing.ckpt but there is none"),

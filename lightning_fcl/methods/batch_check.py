@@ -1,0 +1,119 @@
+"""Checks that methods can train on batches and store their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import lightning.pytorch as L
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.reading_check import restored_reading
+from lightning_fcl.methods.client import is_labelled
+from lightning_fcl.methods.declaration import Declaration, overrides
+from lightning_fcl.methods.trial import first_rows
+
+_SAMPLES = 2  # read before a fit
+
+
+def check_batch(method: Declaration, batch: Batch, stored: bool = True) -> None:
+    """Raise TypeError if a method cannot use a batch.
+
+    Args:
+        method: The method.
+        batch: The batch.
+        stored: Whether the method may store samples of the batch as they are. In a federation, methods store samples
+            as the dataset returns them, and transfer hooks may change a batch.
+    """
+    accepts = is_labelled(batch) or (method.needs.dicts and isinstance(batch, dict))
+    if method.needs.labels and not accepts:
+        raise TypeError(
+            f"Expected batches `[x, y]` for `{type(method).__name__}` but got {_kind_of(batch)}. Return a pair from "
+            "your dataset."
+        )
+    if stored:
+        check_stored(method, batch)
+
+
+def check_samples(method: Declaration, trainer: L.Trainer) -> None:
+    """Raise TypeError if a method stores samples, and those of the stream cannot be stored.
+
+    Two samples are read, with which neither the dataset nor a random generator changes.
+    """
+    stream = stream_of(trainer)
+    stores = method.needs.tensors or overrides(method, "replay_samples")
+    if not stores or stream is None or not stream.samples.draws or (rows := first_rows(stream)) is None:
+        return
+    samples, rows = stream.samples, rows[:_SAMPLES]
+    with isolate_rng(), restored_reading(samples, rows, "train"):
+        try:
+            batch = samples.take(rows, "train", stream.seed)
+        except Exception:  # such as a `collate_fn` for more samples; training raises all other errors
+            return
+    if method.needs.tensors:
+        check_batch(method, batch)
+    else:
+        check_stored(method, batch)
+
+
+def check_stored(method: Declaration, batch: Batch) -> None:
+    """Raise TypeError if a method stores samples, and those of a batch cannot be stored.
+
+    Samples can be stored if every value of the batch is a tensor with a row for each sample.
+    """
+    name, needs = type(method).__name__, method.needs
+    values: dict[str, object]
+    if needs.tensors:
+        values = _named(batch)
+    elif overrides(method, "replay_samples"):
+        values = dict(_leaves("", batch))
+    else:
+        return
+    tensors = [value for value in values.values() if isinstance(value, Tensor) and value.dim()]
+    sizes = {len(value) for value in tensors}
+    size = len(batch[1]) if is_labelled(batch) and batch[1].dim() else min(sizes, default=0)
+    for part, value in values.items():
+        if not (isinstance(value, Tensor) and value.dim() and len(value) == size):
+            raise TypeError(
+                f"Expected batches of tensors with a row for each sample for `{name}`, which works on single samples, "
+                f"but `{part}` is {_described(value)}. Return tensors of one shape from the dataset or its "
+                f"`collate_fn`: pad sequences and encode text. Or remove `{name}`."
+            )
+
+
+def _named(batch: Batch) -> dict[str, object]:
+    """Return the values of a batch by name; those of a pair are ``x`` and ``y``."""
+    return {str(name): value for name, value in (batch if isinstance(batch, Mapping) else _pair(batch)).items()}
+
+
+def _pair(batch: Batch) -> dict[str, object]:
+    return dict(zip(("x", "y"), batch, strict=False)) if isinstance(batch, list | tuple) else {"batch": batch}
+
+
+def _leaves(name: str, batch: Batch) -> Iterator[tuple[str, object]]:
+    """Yield the values in a nest of dicts, lists and tuples, with their paths."""
+    if isinstance(batch, Mapping):
+        parts: list[tuple[object, object]] = [*batch.items()]
+    elif type(batch) in (list, tuple) and len(batch):
+        parts = [*enumerate(batch)]
+    else:
+        yield name or "batch", batch
+        return
+    for key, value in parts:
+        yield from _leaves(f"{name}.{key}" if name else str(key), value)
+
+
+def _described(value: object) -> str:
+    """Return the type of a value, with a shape or the types of its items."""
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    inner = {type(item).__name__ for item in value} if type(value) in (list, tuple) else set()  # type: ignore[attr-defined]
+    return f"{_kind_of(value)} {'/'.join(sorted(inner))}".rstrip()
+
+
+def _kind_of(value: object) -> str:
+    """Return the type of a value, with the length of a list or tuple."""
+    length = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+    return f"a {type(value).__name__}{length}"

@@ -1,0 +1,160 @@
+"""The content of checkpoints: tensors and plain values, which can be read without running code."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
+from torch import Tensor
+
+from lightning_fcl.data.batches import plain_tensor
+from lightning_fcl.hub.checkpoint import read_checkpoint
+
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_MAPPINGS = (dict, OrderedDict, Counter)
+_SEQUENCES = (list, tuple)
+_TENSORS = (Tensor, torch.nn.Parameter)
+_OWNERS = {
+    "callbacks": "`state_dict` of the callback `{}`",
+    "optimizer_states": "`state_dict` of the optimizer",
+    "lr_schedulers": "`state_dict` of the scheduler",
+    "state_dict": "`state_dict` of the module",
+}
+
+
+def readable(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with plain tensors in place of subclasses of `torch.Tensor`.
+
+    Raises:
+        ValueError: If `torch.load` with ``weights_only=True`` cannot read a value of the checkpoint.
+    """
+    found: dict[str, Any] = _Content().plain(checkpoint, ())
+    return found
+
+
+def check_states(callbacks: Iterable[Callback]) -> None:
+    """Raise ValueError if a checkpoint with the state of a callback, as the state is now, could not be read."""
+    for callback in callbacks:
+        try:
+            state = callback.state_dict()
+        except Exception:  # a state that is not there before training
+            continue
+        _Content().plain(state, ("callbacks", callback.state_key))
+
+
+class _Content:
+    """A walk over the values of a checkpoint."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Any] = {}  # by the id of a container: itself, or its plain copy
+
+    def plain(self, value: Any, path: tuple[object, ...]) -> Any:
+        """Return a value with plain tensors. A value without a subclass is returned itself, not a copy."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, Tensor):
+            if kind in _TENSORS and (not vars(value) or is_data(vars(value))):
+                return value
+            changed = plain_tensor(value)
+            return changed if type(changed) is Tensor else _checked(value, path)
+        if kind not in _MAPPINGS + _SEQUENCES:
+            return _checked(value, path)
+        if id(value) not in self._found:
+            self._found[id(value)] = value  # a container may hold itself
+            self._found[id(value)] = self._inner(value, path)
+        return self._found[id(value)]
+
+    def _inner(self, value: Any, path: tuple[object, ...]) -> Any:
+        if isinstance(value, _SEQUENCES):
+            if _PLAIN.issuperset(map(type, value)):
+                return value
+            items = [self.plain(item, (*path, number)) for number, item in enumerate(value)]
+            return value if all(map(_is, items, value)) else type(value)(items)
+        for key in value if not _PLAIN.issuperset(map(type, value)) else ():
+            self.plain(key, (*path, key))
+        if _PLAIN.issuperset(map(type, value.values())):
+            return value
+        changed = {key: self.plain(item, (*path, key)) for key, item in value.items()}
+        return value if all(map(_is, changed.values(), value.values())) else type(value)(changed)
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
+
+
+def _checked(value: Any, path: tuple[object, ...]) -> Any:
+    if is_data(value):
+        return value
+    first, second, *_ = (*path, "", "")
+    owner = _OWNERS.get(str(first), "`on_save_checkpoint`").format(second)
+    raise ValueError(
+        f"Expected checkpoints to contain tensors and plain values, but `{_name_of(path)}` is a "
+        f"`{type(value).__name__}`, and no checkpoint with it could be read. In {owner}, convert it to numbers, text, "
+        "tensors, or lists and dicts of these."
+    )
+
+
+def _name_of(path: Sequence[object]) -> str:
+    """Return a path in a checkpoint as Python writes it.
+
+    Example:
+        >>> _name_of(("callbacks", "Mine", 0))
+        "checkpoint['callbacks']['Mine'][0]"
+    """
+    return "checkpoint" + "".join(f"[{part!r:.60}]" for part in path)
+
+
+def is_data(value: object) -> bool:
+    """Return whether a checkpoint with a value can be read without running code."""
+    if type(value) in _PLAIN:
+        return True
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception:  # pickle runs code of the value, which may raise anything
+        return False
+    return True
+
+
+def leave_out_objects(checkpoint: dict[str, Any]) -> list[str]:
+    """Remove the hyperparameters that are objects from a checkpoint, and return their names.
+
+    No checkpoint with them could be read.
+    """
+    left: list[str] = []
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        objects = [name for name, value in checkpoint.get(key, {}).items() if not is_data(value)]
+        if objects:
+            checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in objects}
+        left += objects
+    return left
+
+
+def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:
+    """Raise ValueError if a checkpoint that was written cannot be read. A file elsewhere is not read.
+
+    Args:
+        checkpoint_io: The plugin that wrote the checkpoint. An asynchronous one may not have written it yet.
+        path: The path of the checkpoint.
+    """
+    remote = len(urlparse(str(path)).scheme) > 1
+    if remote or isinstance(checkpoint_io, AsyncCheckpointIO) or not Path(path).is_file():
+        return
+    try:
+        read_checkpoint(lambda file: checkpoint_io.load_checkpoint(file, weights_only=True), path)
+    except ValueError as error:
+        raise ValueError(
+            f"Expected the first checkpoint of the fit to be readable, but reading {path}, written by "
+            f"`{type(checkpoint_io).__name__}`, failed: {error.__cause__ or error}. Use another `checkpoint_io`, or "
+            "train without checkpoints: `enable_checkpointing=False`."
+        ) from error

@@ -1,0 +1,195 @@
+"""Batches whose samples cannot be stored: methods reject them before training, other parts train on them."""
+
+import functools
+import re
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import (
+    AGEM,
+    BCN,
+    EWC,
+    GEM,
+    MAS,
+    ContinualMetrics,
+    DERpp,
+    FedCBDR,
+    FedProto,
+    ICaRL,
+    LwF,
+    ReFed,
+    RegMean,
+    Replay,
+)
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+from lightning_fcl.methods.batch_check import check_batch, check_stored
+from lightning_fcl.methods.method import Method
+from lightning_fcl.models import MLP
+
+METHODS = [Replay, ReFed, DERpp, FedCBDR, GEM, AGEM, BCN, EWC, MAS, ICaRL, FedProto, RegMean]
+KINDS = {"list": "a list of 2 Tensor", "text": "a list of 2 str", "packed": "a PackedSequence of 4"}
+
+
+class Samples(Dataset):
+    def __init__(self):
+        self.x = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+        self.reads = 0
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return self.x[index], torch.tensor(index % 4)
+
+
+@functools.cache
+def collate(kind):
+    def join(items):
+        x, y = [x for x, _ in items], torch.stack([y for _, y in items])
+        if kind == "text":
+            x = [" ".join(map(str, one.tolist())) for one in x]
+        if kind == "packed":
+            x = pack_sequence([one[: 6 - number % 3] for number, one in enumerate(x)], enforce_sorted=False)
+        return [torch.stack(x) if kind == "tensor" else x, y]
+
+    return join
+
+
+class Net(Classifier):
+    """A classifier of tensors, lists, text and packed sequences."""
+
+    def __init__(self):
+        super().__init__(MLP([6, 5, 4]), 4)
+        self.steps = 0
+
+    def forward(self, x):
+        if isinstance(x, PackedSequence):
+            x = pad_packed_sequence(x, batch_first=True, total_length=6)[0]
+        if isinstance(x, list):
+            x = torch.stack([torch.tensor([*map(float, one.split())]) if isinstance(one, str) else one for one in x])
+        return super().forward(x)
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def stream(kind):
+    return FederatedStream.from_arrays(
+        Samples(),
+        torch.arange(48) % 4,
+        scenario=ClassIncremental(2),
+        partition=IID(2),
+        split=Split(test=0.25),
+        batch_size=8,
+        seed=0,
+        collate_fn=collate(kind),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", METHODS)
+def test_method_that_stores_samples_rejects_batches_before_training(fit, make, kind):
+    module, data = Net(), stream(kind)
+    message = (
+        f"Expected batches of tensors with a row for each sample for `{make.__name__}`, which works on single samples, "
+        f"but `x` is {KINDS[kind]}. Return tensors of one shape from the dataset or its `collate_fn`: pad sequences "
+        f"and encode text. Or remove `{make.__name__}`."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        fit(module, data, [make()])
+    assert not module.steps and not data.samples.x.reads  # the state of the dataset is restored
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_trainer_rejects_batches_before_a_step(quiet, kind):
+    module, loader = Net(), DataLoader(Samples(), batch_size=2, collate_fn=collate(kind))
+    with pytest.raises(TypeError, match=re.escape(f"but `x` is {KINDS[kind]}")):
+        L.Trainer(max_epochs=1, callbacks=[Replay()], **quiet).fit(module, loader)
+    assert not module.steps
+
+
+@pytest.mark.may(
+    "have batches of lists, text or `PackedSequence`",
+    "accuracy is measured; methods that work on single samples raise an error before the first round",
+)
+@pytest.mark.seconds
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("methods", [[], [LwF]], ids=["none", "LwF"])
+def test_continual_metrics_measures_batches_that_are_no_tensors(fit, kind, methods):
+    """The accuracy is that of a loop by hand."""
+    metrics, module, data = ContinualMetrics(), Net(), stream(kind)
+    fit(module, data, [*(make() for make in methods), metrics])
+    rows = data.plan.test
+    loader = DataLoader(Subset(Samples(), rows.tolist()), batch_size=8, collate_fn=collate(kind))
+    with torch.no_grad():
+        right = torch.cat([module.eval()(x).argmax(dim=1) == y for x, y in loader])
+    correct = torch.zeros(4, dtype=torch.long).index_add(0, torch.from_numpy(data.plan.groups[rows]), right.long())
+    assert metrics.record["rounds"][-1]["correct"]["server"] == correct.tolist()
+
+
+class Own(Method):
+    def replay_samples(self, client):
+        return None
+
+
+X, Y = torch.ones(2, 3), torch.zeros(2)
+FINE = [[X, Y], (X, Y), [{"a": X, "b": [X, X]}, Y]]
+WRONG = {
+    "0": [[X, torch.ones(3, 3)], Y],
+    "1": [X, [torch.zeros(3)] * 2],
+    "0.text": [{"a": X, "text": "a"}, Y],
+    "0.a": [{"a": torch.zeros(())}, Y],
+    "0.none": [{"none": None}, Y],
+}
+
+
+@pytest.mark.parametrize("batch", FINE, ids=["list", "tuple", "nest"])
+def test_check_stored_accepts_rows_of_samples_in_a_nest(batch):
+    check_stored(Own(), batch)
+    if isinstance(batch[0], torch.Tensor):
+        check_batch(Replay(), batch)
+    else:
+        with pytest.raises(TypeError, match="but `x` is a dict"):
+            check_batch(Replay(), batch)
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_check_stored_other_values_are_rejected_by_path(path):
+    with pytest.raises(TypeError, match=f"but `{re.escape(path)}"):
+        check_stored(Own(), WRONG[path])
+
+
+def test_check_batch_dict_accepts_tensors_with_a_row_for_each_sample():
+    check_batch(Replay(), {"ids": X, "labels": Y})
+    for other in ("a", ["a", "b"], torch.zeros(3), None, 1):
+        with pytest.raises(TypeError, match="but `other` is"):
+            check_batch(Replay(), {"ids": X, "labels": Y, "other": other})
+
+
+def test_replay_samples_of_other_lengths_are_rejected_with_advice(fit):
+    """Samples of the second experience are longer."""
+
+    def pad(items):
+        longest = 6 if items[0][1] == 1 else 5
+        return [torch.stack([x[:longest] for x, _ in items]), torch.stack([y for _, y in items])]
+
+    class Padded(Net):
+        def forward(self, x):
+            return super().forward(F.pad(x, (0, 6 - x.shape[1])))
+
+    scenario = ClassIncremental(4, class_order=[0, 1, 2, 3])
+    data = FederatedStream.from_arrays(
+        Samples(), torch.arange(48) % 4, scenario=scenario, partition=IID(2), seed=0, collate_fn=pad
+    )
+    with pytest.raises(ValueError, match=r"of one shape to join but got .* Pad them to one, in `collate_fn`"):
+        fit(Padded(), data, [Replay(9, update="round")])
