@@ -80,6 +80,23 @@ def _set_aside(
     return indices[~among_them], indices[among_them]
 
 
+def check_classes(samples: Samples, scenario: Scenario, partition: Partition | None = None) -> None:
+    """Raise ValueError if a scenario or a partition needs classes and the targets of the samples are none."""
+    if samples.classes:
+        return
+    found = f"targets of type {samples.targets.dtype}" if len(samples.targets) else "no known targets"
+    found += " with `classes=()`" if len(samples.targets) and samples.targets.dtype.kind in "biu" else ""
+    for given, name, instead in (
+        (scenario, str(scenario), "`Stationary`, or `DomainIncremental` with the `group` of each sample"),
+        (partition, type(partition).__name__, "another `partition`, such as `IID`"),
+    ):
+        if given is not None and given.needs_classes:
+            raise ValueError(
+                f"Expected targets that are classes for `{name}`, but got {found}. Use {instead}, or pass labels as "
+                "`y`: names or whole numbers, as in `y.astype(int)`."
+            )
+
+
 def draw(
     samples: Samples, scenario: Scenario, partition: Partition | None, division: Split | None, seed: int
 ) -> tuple[Samples, Plan]:
@@ -96,6 +113,7 @@ def draw(
         )
     if not isinstance(division, Split):
         raise TypeError(f"Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got {division!r}.")
+    check_classes(samples, scenario, partition)
     rng, y = np.random.default_rng([seed, 0]), samples.labels
     domains, group = np.unique(samples.group, return_inverse=True) if samples.group is not None else ((), None)
     pool = Pool(y, group=group, classes=samples.classes, domains=tuple(map(str, domains)))

@@ -64,17 +64,15 @@ class ClassIncremental(Scenario):
         super().__post_init__()
         _require_one_order("class_order", self.class_order, self.order_per_client)
 
+    @property
+    def needs_classes(self) -> bool:
+        return self.experiences != 1
+
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         rng = np.random.default_rng([seed, 1])
         if not pool.classes and self.experiences == 1:
             parts = {client: [rows] for client, rows in pool.clients.items()}
             return plan_of(self, pool, parts, {client: [(0,)] for client in parts}, np.zeros_like(pool.y), False, rng)
-        if not pool.classes:
-            raise ValueError(
-                f"Expected targets that are classes for {self.experiences} class-incremental experiences but got "
-                "others. Take one experience, or `DomainIncremental` with the `group` of each sample, or pass labels "
-                "as `y`: names, or whole numbers, as of `y.astype(int)`."
-            )
         parts, tasks = {}, dict[str, Groups]()
         if self.order_per_client or isinstance(self.class_order, Mapping):
             for position, (client, rows) in enumerate(pool.clients.items()):

@@ -44,7 +44,7 @@ class FLwFScenario(Scenario):
         (8, ('client1', 'generalized'), {'client1': 120, 'generalized': 120})
     """
 
-    own_split = own_clients = True
+    own_split = own_clients = needs_classes = True
     rounds: int = 8
     samples_per_round: int = 120
     test_per_class: int = 100
@@ -125,7 +125,7 @@ class ODFCLScenario(Scenario):
         (40, ('node1', 'node2', 'node3'), ((0, 1, 2, 3), (4,), (7,)), ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6)))
     """
 
-    own_split = own_clients = True
+    own_split = own_clients = needs_classes = True
     people: int = 10
     base: int = argument(4, at_least, 1)
     sessions: int = argument(2, at_least, 1)
@@ -259,7 +259,7 @@ class FedViTScenario(Scenario):
         True
     """
 
-    own_clients = True
+    own_clients = needs_classes = True
     tasks: int = argument(10, at_least, 1)
     clients: int = argument(20, at_least, 1)
     classes_per_client: Sequence[int] = (2, 5)

@@ -201,6 +201,11 @@ class Scenario(ABC):
     own_split: ClassVar[bool] = False
     own_clients: ClassVar[bool] = False
 
+    @property
+    def needs_classes(self) -> bool:
+        """Whether the scenario needs targets that are classes. A stream rejects other targets if it is True."""
+        return False
+
     def __post_init__(self) -> None:
         check_fields(self)
 
