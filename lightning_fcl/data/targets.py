@@ -72,7 +72,17 @@ def numbers_of(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], whose:
     return order[np.searchsorted(known, labels, sorter=order)].astype(np.int64)
 
 
-class Numbered(Dataset[Any]):
+class ItemsOf(Dataset[Any]):
+    """A dataset whose item i is made of item i of other data.
+
+    Attributes:
+        data: The other data.
+    """
+
+    data: Any
+
+
+class Numbered(ItemsOf):
     """A data set whose items hold the numbers of their classes in place of their labels."""
 
     def __init__(self, data: Dataset[Any], numbers: Mapping[int | str, int]) -> None:
