@@ -33,9 +33,11 @@ class NoRoomError(OSError):
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about a name that is not known: the nearest that is, if one is near."""
+    """Return the last sentence of a message about an unknown name: the nearest known name, or "" if none is near."""
     lowered = {one.lower(): one for one in known}
     near = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
+    if near and lowered[near[0]] == str(name):  # a number or another type that prints as the name
+        return "" if isinstance(name, str) else f' Write "{name}", as text.'
     return f" Did you mean {lowered[near[0]]}?" if near else ""
 
 
@@ -53,7 +55,7 @@ def quoted(names: Iterable[object]) -> str:
 
 def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> None:
     """Refuse names of clients that the stream does not have; ``what`` names them, after "Expected"."""
-    unknown = sorted(set(named) - set(clients))
+    unknown = sorted(set(named) - set(clients), key=str)
     if unknown:
         hint = did_you_mean(unknown[0], clients)
         raise ValueError(

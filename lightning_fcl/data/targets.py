@@ -42,7 +42,9 @@ def number_targets(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any],
         if numeric and classes is not None:
             return given.astype(np.int64), tuple(classes)
         names = np.unique(given.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
-        return numbers_of(given.astype(names.dtype), names, "every label of `y`"), tuple(map(str, names))
+        # Text of the type of the names would be cut to the length of the longest name.
+        labels = given.astype(np.str_ if names.dtype.kind == "U" else names.dtype)
+        return numbers_of(labels, names, "every label of `y`"), tuple(map(str, names))
     if classes or not numeric:
         what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
         raise TypeError(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Partition, Shards
+from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
 from lightning_fcl.data.scenarios import (
     Blurry,
     ClassIncremental,

@@ -38,7 +38,7 @@ class ClassIncremental(Scenario):
         samples_per_round: New samples per client and round, never used again; None: all of its experience's, in each
             of its rounds.
         class_order: The classes in the order in which they come, by number or by name; or, for each client, an order
-            of its own; None draws one from the seed.
+            of its own; None draws one from the seed. Write names that are numbers as text, as in ``["10", "2"]``.
         order_per_client: Whether an order is drawn for each client.
         history: A ``"round"``'s own samples, all that were ``"seen"`` so far, or ``"all"`` (offline, an upper bound).
 

@@ -31,8 +31,8 @@ class FLwFScenario(Scenario):
         samples_per_round: Samples per client and round, the same number of each class of its task, never reused.
         test_per_class: Samples of each class in the common test set.
         pretrain_per_class: Samples of each class for the initial model.
-        tasks: For every client, the classes of each of its tasks. Default: client1 has class 1, then class 2;
-            generalized has all classes.
+        tasks: For every client, the classes of each of its tasks, by number or by name. Default: client1 has class 1,
+            then class 2; generalized has all classes.
         history: As for `ClassIncremental`.
 
     Raises:
@@ -49,13 +49,16 @@ class FLwFScenario(Scenario):
     samples_per_round: int = 120
     test_per_class: int = 100
     pretrain_per_class: int = 10
-    tasks: Mapping[str, Sequence[Sequence[int]]] | None = None
+    tasks: Mapping[str, Sequence[Sequence[int | str]]] | None = None
     history: History = "round"
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         between(1, MOST_ROUNDS, rounds=self.rounds)
         classes = np.unique(pool.y).tolist()
-        tasks = self.tasks or {"client1": [[1], [2]], "generalized": [classes]}
+        tasks = {
+            client: [[number_order([entry], pool.classes, "tasks", [])[0] for entry in labels] for labels in own]
+            for client, own in (self.tasks or {}).items()
+        } or {"client1": [[1], [2]], "generalized": [classes]}
         rng = np.random.default_rng([seed, 2])
         left = {c: rng.permutation(np.flatnonzero(pool.y == c)) for c in classes}
         test = self._draw(left, classes, self.test_per_class)

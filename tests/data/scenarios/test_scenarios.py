@@ -224,7 +224,10 @@ ORDER = "Expected `{}` to order all of {} but got {}."
             (of_classes(3, 3, order), ORDER.format("class_order", [0, 1, 2], order))
             for order in ([0, 1], [0, 1, 1], [0, 1, 2, 2])
         ),
-        (of_classes(3, 3, ["0", "x"]), "Expected `class_order` among 0, 1, 2 or their numbers but got x."),
+        (
+            of_classes(3, 3, ["0", "x"]),
+            "Expected `class_order` to contain 0, 1, 2, or their positions from 0 to 2, but got x.",
+        ),
         *((of_domains(order), ORDER.format("domain_order", [1, 3], order)) for order in ([1], [1, 3, 3], [10, 30])),
         (
             lambda: stream(DomainIncremental(), np.zeros(4, dtype=np.int64)),
