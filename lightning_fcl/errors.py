@@ -130,6 +130,21 @@ def share(**arguments: float) -> None:
     _refuse(arguments, lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 
+def warn_of_one(argument: str, value: float, number: str, share: str) -> None:
+    """Warn if an argument that takes a number or a share is the integer 1, which is not the share 1.0.
+
+    Args:
+        argument: Name of the argument.
+        value: Value of the argument. An integer is a number, a float is a share.
+        number: Meaning of 1, such as "1 client per round".
+        share: Meaning of 1.0, such as "all clients".
+    """
+    if isinstance(value, int) and value == 1:
+        from lightning_utilities.core.rank_zero import rank_zero_only
+
+        rank_zero_only(log.warning)("`%s` is the integer 1, which is %s. Write 1.0 for %s.", argument, number, share)
+
+
 def one_of(choices: Collection[str | None], **arguments: object) -> None:
     """Refuse an argument that is none of some words, of which None may be one."""
     *rest, last = map(_quoted, choices)

@@ -105,7 +105,7 @@ class Numbered(ItemsOf):
         return (item[0], self.numbers[label], *item[2:])
 
     def __len__(self) -> int:
-        return len(self.data)  # type: ignore[arg-type]  # map-style
+        return len(self.data)
 
 
 def number_labels(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:

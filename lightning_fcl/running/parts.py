@@ -116,13 +116,14 @@ def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
             shape = _outputs(task, stream, trainer)
         else:
             refuse_no_round(trainer)
-    plan = stream.plan
+    plan, participation = stream.plan, parts.strategy.federation.participation
     numbers = sum(parameter.numel() for parameter in task.parameters())
     experiences = max(map(max, plan.experiences.values())) + 1
     sample = tuple(stream.take(plan.test[:1])[0].shape[1:])
     lines = {
         "data": f"{len(plan.groups):,} samples of shape {sample}, {len(stream.classes)} classes",
         "federation": f"{len(plan.clients)} clients, {plan.rounds} rounds, {experiences} experiences",
+        "training": participation.describe(len(plan.clients)),
         "model": f"{type(task).__name__} of {numbers:,} parameters, outputs of shape {shape}",
         "methods": ", ".join(methods) or "none: plain fine-tuning",
     }
