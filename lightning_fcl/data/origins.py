@@ -19,7 +19,8 @@ from lightning_fcl.data.targets import ItemsOf, as_array
 
 log = logging.getLogger(__name__)
 
-_ROW, _ITEM = -1, -2  # second column of keys that are addresses of arrays, and of objects
+# The second column of keys whose first column is the address of a row, or of an object.
+_ROW, _ITEM = -1, -2
 
 
 def origins_of(data: Dataset[Any]) -> IntArray | None:
@@ -40,18 +41,19 @@ def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[
         owner: Client of each sample, shape (n,), or None.
         remedy: Last sentence of the message.
     """
-    for (one, first), (other, second) in combinations(parts.items(), 2):
-        shared = np.intersect1d(origin[first], origin[second])
-        if not len(shared) or (
-            one != "training" and np.array_equal(shared, np.unique(origin[np.union1d(first, second)]))
-        ):
+    for pair in combinations(parts, 2):
+        rows = [parts[part] for part in pair]
+        shared = np.intersect1d(origin[rows[0]], origin[rows[1]])
+        are_equal = len(shared) == len(np.unique(origin[np.concatenate(rows)]))
+        if not len(shared) or ("training" not in pair and are_equal):
             continue
-        of = ""
+        example = ""
         if owner is not None:
-            names = [owner[rows[origin[rows] == shared[0]][0]] for rows in (first, second)]
-            of = f", such as one of client {names[0]} for {one} and of client {names[1]} for {other}"
+            clients = [owner[numbers[origin[numbers] == shared[0]][0]] for numbers in rows]
+            example = f", such as one of client {clients[0]} for {pair[0]} and of client {clients[1]} for {pair[1]}"
         raise ValueError(
-            f"Expected no sample in both the {one} and the {other} data, but got {len(shared)} in both{of}. {remedy}"
+            f"Expected no sample in both the {pair[0]} and the {pair[1]} data, but got {len(shared)} in both{example}. "
+            f"{remedy}"
         )
 
 
@@ -64,6 +66,8 @@ def warn_of_equal(data: Tensor | Dataset[Any], targets: NDArray[Any], trained: I
         trained: Numbers of the samples that are trained on.
         tested: Numbers of the test samples.
     """
+    if not len(tested):
+        return
     number = _numbered(_hashes([data, targets]) if isinstance(data, Tensor) else _keys(data, _contents))
     if number is not None and (equal := int(np.isin(number[tested], number[trained]).sum())):
         rank_zero_only(log.warning)(
@@ -96,21 +100,22 @@ def _wrapped(data: Any) -> Any:
         return data.data
     if isinstance(data, StackDataset):
         return next(iter(data.datasets.values())) if isinstance(data.datasets, dict) else data.datasets[0]
-    own = [value for value in getattr(data, "__dict__", {}).values() if isinstance(value, Dataset)]
-    if len(own) != 1 or not hasattr(own[0], "__len__") or len(own[0]) != len(data):
+    datasets: list[Any] = [value for value in getattr(data, "__dict__", {}).values() if isinstance(value, Dataset)]
+    if len(datasets) != 1 or not hasattr(datasets[0], "__len__") or len(datasets[0]) != len(data):
         return None
     # Two datasets that refer to each other wrap none.
-    return None if any(value is data for value in getattr(own[0], "__dict__", {}).values()) else own[0]
+    return None if any(value is data for value in getattr(datasets[0], "__dict__", {}).values()) else datasets[0]
 
 
 def _origins(data: Any) -> NDArray[np.int64]:
     """Return the address of each row of the array that a `TensorDataset` has, or of each item of a list."""
     if isinstance(data, TensorDataset):
-        plain = [one for one in data.tensors if one.layout == torch.strided and one[:1].numel()]
-        rows = [one for one in plain if one.stride(0)]  # an expanded tensor repeats one row
-        if rows:
-            step = rows[0].stride(0) * rows[0].element_size()
-            return _pairs(rows[0].data_ptr() + step * np.arange(len(rows[0])), _ROW)
+        dense = [tensor for tensor in data.tensors if tensor.layout == torch.strided and tensor[:1].numel()]
+        # An expanded tensor, whose stride is 0, repeats one row.
+        tensor = next((tensor for tensor in dense if tensor.stride(0)), None)
+        if tensor is not None:
+            step = tensor.stride(0) * tensor.element_size()
+            return _pairs(tensor.data_ptr() + step * np.arange(len(tensor)), _ROW)
     elif type(data) is list and not any(isinstance(item, str | bytes | int | float | None) for item in data):
         return _pairs([_address(item) or id(item) for item in data], _ITEM)
     return np.stack([np.full(len(data), id(data)), np.arange(len(data))], axis=1)
@@ -119,8 +124,8 @@ def _origins(data: Any) -> NDArray[np.int64]:
 def _address(item: Any) -> int:
     """Return a number of the places in memory of the arrays that an item consists of; 0 if it has none."""
     parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, Sequence) else [item]
-    places = [one.data_ptr() for one in parts if isinstance(one, Tensor) and one.numel()]
-    places += [one.__array_interface__["data"][0] for one in parts if isinstance(one, np.ndarray) and one.size]
+    places = [part.data_ptr() for part in parts if isinstance(part, Tensor) and part.numel()]
+    places += [part.__array_interface__["data"][0] for part in parts if isinstance(part, np.ndarray) and part.size]
     return hash(tuple(places)) if places else 0
 
 

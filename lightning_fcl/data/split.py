@@ -1,4 +1,4 @@
-"""Which samples are trained on, which are set aside to validate and test, and how the plan is drawn of them."""
+"""Split of samples into training, validation and test data, and the plan of a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from lightning_fcl.errors import did_you_mean, listed
 
 @dataclass(frozen=True)
 class Split:
-    """Which samples are trained on, and which are set aside to validate and test.
+    """A split of samples into training, validation and test data.
+
+    A fraction keeps samples of one origin together, such as a sample of a dataset that several clients have. Parts
+    given by owners, or by the data, must not share samples.
 
     Args:
         test: Fraction of the samples of each class in the test set; ``"official"`` for the data's own test set; or the
@@ -99,7 +102,8 @@ def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
     if samples.origin is None and samples.name != Samples.name:
         return  # The splits of published datasets are as published.
     is_trained = np.zeros(len(samples), dtype=np.bool_)
-    for current in {id(current): current for current in plan.train}.values():  # rounds may share one
+    # Rounds may share one mapping.
+    for current in {id(current): current for current in plan.train}.values():
         is_trained[np.concatenate([plan.pretrain, plan.base, *current.values()])] = True
     trained = np.flatnonzero(is_trained)
     if samples.origin is not None:
