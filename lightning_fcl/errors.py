@@ -33,9 +33,11 @@ class NoRoomError(OSError):
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about a name that is not known: the nearest that is, if one is near."""
+    """Return the last sentence of a message about an unknown name: the nearest known name, or "" if none is near."""
     lowered = {one.lower(): one for one in known}
     near = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
+    if near and lowered[near[0]] == str(name):  # a number or another type that prints as the name
+        return "" if isinstance(name, str) else f' Write "{name}", as text.'
     return f" Did you mean {lowered[near[0]]}?" if near else ""
 
 
@@ -53,7 +55,7 @@ def quoted(names: Iterable[object]) -> str:
 
 def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> None:
     """Refuse names of clients that the stream does not have; ``what`` names them, after "Expected"."""
-    unknown = sorted(set(named) - set(clients))
+    unknown = sorted(set(named) - set(clients), key=str)
     if unknown:
         hint = did_you_mean(unknown[0], clients)
         raise ValueError(
@@ -126,6 +128,21 @@ def between(low: float, high: float, **arguments: float) -> None:
 def share(**arguments: float) -> None:
     """Refuse an argument that is no share: above 0 and at most 1."""
     _refuse(arguments, lambda value: 0 < value <= 1, "above 0 and at most 1")
+
+
+def warn_of_one(argument: str, value: float, number: str, share: str) -> None:
+    """Warn if an argument that takes a number or a share is the integer 1, which is not the share 1.0.
+
+    Args:
+        argument: Name of the argument.
+        value: Value of the argument. An integer is a number, a float is a share.
+        number: Meaning of 1, such as "1 client per round".
+        share: Meaning of 1.0, such as "all clients".
+    """
+    if isinstance(value, int) and value == 1:
+        from lightning_utilities.core.rank_zero import rank_zero_only
+
+        rank_zero_only(log.warning)("`%s` is the integer 1, which is %s. Write 1.0 for %s.", argument, number, share)
 
 
 def one_of(choices: Collection[str | None], **arguments: object) -> None:

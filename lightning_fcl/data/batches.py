@@ -319,3 +319,8 @@ def plan_batches(samples: int, epochs: int, batching: Batching, keys: Keys, reme
     """Which samples make up each batch of one client's local training, an array a step. See `plan_cohort`."""
     index, lengths = plan_cohort(np.array([samples]), np.array([epochs]), batching, keys, np.array([remembered]))
     return [row[:length] for row, length in zip(index[0], lengths[0], strict=True)]
+
+
+def plan_client(samples: int, batching: Batching, seed: int, client: str, round: int) -> list[IntArray]:
+    """Return which samples make up each batch of one local epoch of a client in a round. See `plan_cohort`."""
+    return plan_batches(samples, 1, batching, order_keys(seed, [client], round))

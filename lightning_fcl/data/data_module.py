@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import replace
 from functools import partial
 from inspect import isfunction, ismethod
-from itertools import combinations, islice, product
+from itertools import islice, product
 from typing import Any, NoReturn, TypeGuard
 
 import lightning.pytorch as L
@@ -14,10 +14,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -114,7 +112,6 @@ def take_apart(module: L.LightningDataModule, seed: int) -> Parts:
         if made is not None or part == "train":
             data, loading = call_seeded(seed, _taken_apart, made, f"`{hook}` of {type(module).__name__}")
             parts[part] = data, loading if part == "train" else replace(loading, shuffle=False)
-    refuse_shared({part: data for part, (data, _) in parts.items()}, type(module).__name__)
     return parts
 
 
@@ -242,25 +239,3 @@ def _rows(sampler: Any) -> list[int] | None:
     once, again = (list(islice(sampler, len(sampler) + 1)) for _ in range(2))  # type: ignore[call-overload]
     alike = len(once) <= len(sampler) and all(isinstance(row, int | np.integer) for row in once) and once == again
     return list(map(int, once)) if alike else None
-
-
-def _origin(data: Dataset[Any]) -> NDArray[np.int64]:
-    """The data set below all subsets, and the place in it, of each sample, shape (n, 2)."""
-    if isinstance(data, Subset):
-        return _origin(data.dataset)[np.asarray(data.indices, dtype=np.int64)]
-    if isinstance(data, ConcatDataset):
-        return np.concatenate([_origin(part) for part in data.datasets])
-    size = len(data)  # type: ignore[arg-type]  # map-style
-    return np.stack([np.full(size, id(data)), np.arange(size)], axis=1)
-
-
-def refuse_shared(parts: Mapping[str, Dataset[Any]], name: str) -> None:
-    """Refuse samples that two parts share; validation and test samples may all be the same."""
-    origins = {part: np.unique(_origin(data).view("i8,i8")) for part, data in parts.items()}
-    for (one, first), (other, second) in combinations(origins.items(), 2):
-        shared = np.intersect1d(first, second, assume_unique=True)
-        if len(shared) and not (one == "validation" and np.array_equal(first, second)):
-            raise ValueError(
-                f"Expected `{_HOOKS[one]}` and `{_HOOKS[other]}` of {name} to have samples of their own but got "
-                f"{len(shared)} that both have, such as number {shared[0][1]} of their data set. Split it once."
-            )

@@ -19,14 +19,13 @@ from lightning_fcl.data.data_module import (
     Parts,
     agreed,
     are_several,
-    refuse_shared,
     take_apart,
     with_worker_init,
 )
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.samples import Joined, PublicData, Samples, name_of, of_public
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, named
-from lightning_fcl.data.targets import as_array, number_labels, number_targets, place_of_target, targets_of
+from lightning_fcl.data.targets import ItemsOf, as_array, number_labels, number_targets, place_of_target, targets_of
 from lightning_fcl.errors import listed, refuse_other_lightning
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ Data = str | PublicData | Arrays | Samples | _Own | Mapping[str, _Own] | Sequenc
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 
 
-class SizedItems(Dataset[Any]):
+class SizedItems(ItemsOf):
     """What has a length and items but is no data set of torch's, such as the data sets of Hugging Face."""
 
     def __init__(self, data: Any) -> None:
@@ -197,8 +196,6 @@ def _join_clients(
         raise ValueError("Expected `data` to have a data set for each client but got none.")
     parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in named.items()}
     samples = _of_parts(parts, classes, left_open, None if y is None else _targets_of_clients(y, parts))
-    pieces = {part: [own[part][0] for own in parts.values() if part in own] for part in _SPLITS.values()}
-    refuse_shared({part: Joined(found) for part, found in pieces.items() if found}, "the clients")
     numbers = all(isinstance(client, int) for client in parts)
     names = [client if numbers else str(client) for client in parts]
     sizes = [len(Joined(part for part, _ in own.values())) for own in parts.values()]
@@ -294,7 +291,7 @@ def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
 Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
 
 
-class _Pairs(Dataset[tuple[Any, Any]]):
+class _Pairs(ItemsOf):
     """The samples and labels of a data set, without Avalanche's task labels."""
 
     def __init__(self, data: AvalancheDataset) -> None:

@@ -26,6 +26,11 @@ class Partition(ABC):
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def needs_classes(self) -> bool:
+        """Whether the partition needs targets that are classes. A stream rejects other targets if it is True."""
+        return False
+
     @abstractmethod
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """The sorted positions in ``y`` of each client's samples, no position twice, clients being "0", "1" and so on.
@@ -107,6 +112,7 @@ class Dirichlet(Partition):
         (100, True)
     """
 
+    needs_classes = True
     clients: int = 10
     alpha: float = argument(0.5, between, 1e-9, 1e6)
     min_size: int = 1
@@ -150,6 +156,7 @@ class Shards(Partition):
         [[0, 2], [1, 3]]
     """
 
+    needs_classes = True
     clients: int = 10
     shards_per_client: int = 2
 
@@ -184,6 +191,7 @@ class ClassSubsets(Partition):
         [(4, 2), (4, 2), (4, 2)]
     """
 
+    needs_classes = True
     clients: int = 10
     classes_per_client: int | Sequence[int] = 2
     fraction: float | Sequence[float] = 1.0

@@ -20,6 +20,7 @@ from lightning_fcl.data.data_module import SampledRows
 from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.data.datasets.arrays import Measurement
 from lightning_fcl.data.generators import Generators
+from lightning_fcl.data.origins import origins_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.targets import Numbered
 from lightning_fcl.randomness import seed_of
@@ -79,6 +80,11 @@ class Samples:
     def labels(self) -> IntArray:
         """The class of each sample, shape (n,); all 0 where targets are no classes."""
         return self.targets if self.classes else np.zeros(len(self), dtype=np.int64)
+
+    @cached_property
+    def origin(self) -> IntArray | None:
+        """A number for each sample, equal for samples of one origin, shape (n,); None if all origins differ."""
+        return origins_of(self.x) if isinstance(self.x, Dataset) else None
 
     @property
     def draws(self) -> bool:

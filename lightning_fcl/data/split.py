@@ -1,4 +1,4 @@
-"""Which samples are trained on, which are set aside to validate and test, and how the plan is drawn of them."""
+"""Split of samples into training, validation and test data, and the plan of a stream."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from lightning_fcl.data.origins import check_apart, warn_of_equal
 from lightning_fcl.data.partition import IID, Partition
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan, Pool, Scenario, split, views
@@ -16,7 +17,10 @@ from lightning_fcl.errors import did_you_mean, listed
 
 @dataclass(frozen=True)
 class Split:
-    """Which samples are trained on, and which are set aside to validate and test.
+    """A split of samples into training, validation and test data.
+
+    A fraction keeps samples of one origin together, such as a sample of a dataset that several clients have. Parts
+    given by owners, or by the data, must not share samples.
 
     Args:
         test: Fraction of the samples of each class in the test set; ``"official"`` for the data's own test set; or the
@@ -61,8 +65,7 @@ def _set_aside(
             raise ValueError(f'Expected `{name}` to be a fraction but got "official", which {samples.name} has not.')
         return indices[~official[indices]], indices[official[indices]]
     if isinstance(what, float | int):
-        kept, chosen = split(samples.labels[indices], float(what), rng)
-        return indices[kept], indices[chosen]
+        return _set_fraction_aside(float(what), indices, samples, rng)
     if isinstance(what, str):
         fraction = "a list of owners" if name == "train_clients" else 'a fraction, "official" or a list of owners'
         hint = did_you_mean(what, ["official"])
@@ -78,6 +81,55 @@ def _set_aside(
         raise ValueError(f"Expected `{name}` to be among the owners {among} but got {listed(missing)}.")
     among_them = np.isin(present, wanted)
     return indices[~among_them], indices[among_them]
+
+
+def _set_fraction_aside(
+    fraction: float, indices: IntArray, samples: Samples, rng: np.random.Generator
+) -> tuple[IntArray, IntArray]:
+    """Split samples into the rest and a fraction of each class; samples of one origin stay together."""
+    if samples.origin is None:
+        kept, chosen = split(samples.labels[indices], fraction, rng)
+        return indices[kept], indices[chosen]
+    origin = samples.origin[indices]
+    different = indices[np.sort(np.unique(origin, return_index=True)[1])]
+    _, chosen = split(samples.labels[different], fraction, rng)
+    is_chosen = np.isin(origin, samples.origin[different[chosen]])
+    return indices[~is_chosen], indices[is_chosen]
+
+
+def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
+    """Raise ValueError if a test sample is trained on by its origin; warn if one is by its content."""
+    if samples.origin is None and samples.name != Samples.name:
+        return  # The splits of published datasets are as published.
+    is_trained = np.zeros(len(samples), dtype=np.bool_)
+    # Rounds may share one mapping.
+    for current in {id(current): current for current in plan.train}.values():
+        is_trained[np.concatenate([plan.pretrain, plan.base, *current.values()])] = True
+    trained = np.flatnonzero(is_trained)
+    if samples.origin is not None:
+        remedy = "Leave shared samples out of one, or pass `split=Split(test=0.2)`, which keeps copies together."
+        if scenario.own_split:
+            remedy = f"Leave the copies out of the data: `{scenario}` draws the test samples itself."
+        parts = {"training": trained, "validation": plan.validation, "test": plan.test}
+        check_apart(samples.origin, parts, samples.owner, remedy)
+    warn_of_equal(samples.x, samples.targets, trained, plan.test)
+
+
+def check_classes(samples: Samples, scenario: Scenario, partition: Partition | None = None) -> None:
+    """Raise ValueError if a scenario or a partition needs classes and the targets of the samples are none."""
+    if samples.classes:
+        return
+    found = f"targets of type {samples.targets.dtype}" if len(samples.targets) else "no known targets"
+    found += " with `classes=()`" if len(samples.targets) and samples.targets.dtype.kind in "biu" else ""
+    for given, name, instead in (
+        (scenario, str(scenario), "`Stationary`, or `DomainIncremental` with the `group` of each sample"),
+        (partition, type(partition).__name__, "another `partition`, such as `IID`"),
+    ):
+        if given is not None and given.needs_classes:
+            raise ValueError(
+                f"Expected targets that are classes for `{name}`, but got {found}. Use {instead}, or pass labels as "
+                "`y`: names or whole numbers, as in `y.astype(int)`."
+            )
 
 
 def draw(
@@ -96,6 +148,7 @@ def draw(
         )
     if not isinstance(division, Split):
         raise TypeError(f"Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got {division!r}.")
+    check_classes(samples, scenario, partition)
     rng, y = np.random.default_rng([seed, 0]), samples.labels
     domains, group = np.unique(samples.group, return_inverse=True) if samples.group is not None else ((), None)
     pool = Pool(y, group=group, classes=samples.classes, domains=tuple(map(str, domains)))
@@ -110,6 +163,7 @@ def draw(
         # All in one array: of many clients, copies would take most of the memory.
         pool = replace(pool, clients=views(list(parts), pool.train[rows], counts))
     plan = scenario.plan(pool, seed)
+    _check_no_leakage(samples, plan, scenario)
     if reserved := {"server", "clients"} & set(plan.clients):
         raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
     if plan.order is not None:

@@ -15,17 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_fcl.data.batches import (
-    Batching,
-    Collate,
-    Loading,
-    Request,
-    Take,
-    order_keys,
-    plain_samples,
-    plan_batches,
-    read,
-)
+from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, plain_samples, plan_client, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
@@ -309,8 +299,8 @@ class FederatedStream(L.LightningDataModule):
 
     def batch_rows(self, client: str, round: int) -> list[IntArray]:
         """Return the numbers of the samples of each batch of a round in a plain Trainer."""
-        rows, keys = self.plan.train[round][client], order_keys(self.seed, [client], round)
-        return [rows[chosen] for chosen in plan_batches(len(rows), 1, self.batching, keys)]
+        rows = self.plan.train[round][client]
+        return [rows[chosen] for chosen in plan_client(len(rows), self.batching, self.seed, client, round)]
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
         """Return whether a client has the same samples in two rounds."""

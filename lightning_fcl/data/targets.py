@@ -44,7 +44,9 @@ def number_targets(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any],
         if numeric and classes is not None:
             return given.astype(np.int64), tuple(classes)
         names = np.unique(given.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
-        return numbers_of(given.astype(names.dtype), names, "every label of `y`"), tuple(map(str, names))
+        # Text of the type of the names would be cut to the length of the longest name.
+        labels = given.astype(np.str_ if names.dtype.kind == "U" else names.dtype)
+        return numbers_of(labels, names, "every label of `y`"), tuple(map(str, names))
     if classes or not numeric:
         what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
         raise TypeError(
@@ -74,7 +76,17 @@ def numbers_of(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], whose:
     return order[np.searchsorted(known, labels, sorter=order)].astype(np.int64)
 
 
-class Numbered(Dataset[Any]):
+class ItemsOf(Dataset[Any]):
+    """A dataset whose item i is made of item i of other data.
+
+    Attributes:
+        data: The other data.
+    """
+
+    data: Any
+
+
+class Numbered(ItemsOf):
     """A data set whose items hold the numbers of their classes in place of their labels."""
 
     def __init__(self, data: Dataset[Any], numbers: Mapping[int | str, int]) -> None:
@@ -100,7 +112,7 @@ class Numbered(Dataset[Any]):
         return (item[0], self.numbers[label], *item[2:])
 
     def __len__(self) -> int:
-        return len(self.data)  # type: ignore[arg-type]  # map-style
+        return len(self.data)
 
 
 def _items(data: Any, rows: Sequence[int]) -> Sequence[Any]:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Plan, Pool
 from lightning_fcl.data.scenarios.scenario import History, with_history
+from lightning_fcl.data.split import check_classes
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.hub.documents import read_yaml, resolve_maker
@@ -197,6 +198,7 @@ def server_plan(
     """A plan in which clients have tasks and no samples, and the server's samples are tested on, each in its part."""
     named = np.zeros(len(samples), dtype=np.int64) if samples.group is None else samples.group
     domains, group = np.unique(named, return_inverse=True)
+    check_classes(samples, scenario)
     number = max(len(samples.classes), len(domains), 1)
     each = np.arange(number)
     y = np.concatenate([each % max(len(samples.classes), 1), samples.labels])

@@ -77,6 +77,8 @@ class FedBuff(Schedule):
         0.5
     """
 
+    time = "at any time"
+
     def __init__(self, speeds: Speeds, buffer_size: int, staleness_exponent: float = 0.5) -> None:
         super().__init__(speeds)
         at_least(1, buffer_size=buffer_size)

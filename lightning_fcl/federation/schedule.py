@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,9 @@ class Schedule(ABC):
 
     deployment: Deployment
     """What it was begun with."""
+
+    time: ClassVar[str] = "per round"
+    """When the number of clients of `Participation` trains."""
 
     def __init__(self, speeds: Speeds) -> None:
         if not isinstance(speeds, Speeds):
@@ -253,6 +256,11 @@ class Participation:
         """Whether each client trains, and is heard, in each round in which it has data."""
         everyone = isinstance(self.clients, float) and self.clients == 1.0
         return everyone and self.swarm is None and self.schedule is None
+
+    def describe(self, clients: int) -> str:
+        """Return how many of the stream's clients train, such as "1 of 10 clients per round"."""
+        time = "per round" if self.schedule is None else self.schedule.time
+        return f"{min(clients, count_drawn(self.clients, clients))} of {clients} clients {time}"
 
     def check_rounds(self, rounds: int) -> None:
         """Refuse settings that name rounds which a stream of so many does not have."""

@@ -94,16 +94,14 @@ class FederatedServer:
         self._published: State | None = None  # of the frozen parameters, those that are still as every device got them
         self._untouched: list[str] | None = None  # their names, of a fit that goes on
         self.accepted: dict[str, int] = {}  # each client's latest round whose upload was taken
-        self.record = RoundRecord()
-        self.aggregator = Aggregator({})
+        self.record, self.aggregator = RoundRecord(), Aggregator({})
         self._changed: set[str] = set()  # of the frozen, by some client
         self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
 
     def begin(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
         """Begin a fit with a module's state as the server's. See `begin_round`."""
         if self._server_optimizer is not None:  # of an earlier fit, which this one continues
-            self._restored = self._server_optimizer.state_dict()
-            self._server_optimizer = None
+            self._restored, self._server_optimizer = self._server_optimizer.state_dict(), None
         self._published = None
         self.begin_round(module, rules, extra)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch, joined
-from lightning_fcl.errors import above, argument, at_least
+from lightning_fcl.errors import above, argument, at_least, warn_of_one
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step
@@ -25,13 +25,14 @@ log = logging.getLogger(__name__)
 
 
 def memory_size(**arguments: int | float) -> None:
-    """Refuse an argument that is neither a number of samples nor a share of them."""
+    """Raise ValueError if an argument is no number of samples and no share. Warn if it is the integer 1."""
     for name, value in arguments.items():
         if not value > 0 or (isinstance(value, float) and value > 1):
             raise ValueError(
                 f"Expected `{name}` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
                 f"{value}."
             )
+        warn_of_one(name, value, "1 sample", "all samples")
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.errors import above, at_least, share
+from lightning_fcl.errors import above, at_least, share, warn_of_one
 from lightning_fcl.models.described import Described
 
 # Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
@@ -68,6 +68,10 @@ class EchoStateNetwork(Described):
         at_least(1, in_features=in_features, units=units, layers=layers)
         share(leaking_rate=leaking_rate)
         above(0, spectral_radius=spectral_radius, input_scaling=input_scaling)
+        if in_features > 1 or layers > 1:
+            warn_of_one("input_connectivity", input_connectivity, "1 input of each unit", "all inputs")
+        if units > 1:
+            warn_of_one("recurrent_connectivity", recurrent_connectivity, "1 unit that each unit sees", "all units")
         at_least(0, bias_scaling=bias_scaling, washout=washout)
         self.in_features = in_features
         self.units = units

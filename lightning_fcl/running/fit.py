@@ -38,7 +38,7 @@ from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.remedies import BY_LIGHTNING, NOT_UNDERSTOOD, check_class_paths, refusals
-from lightning_fcl.running.run_callbacks import SaveConfig, StopAfterRound
+from lightning_fcl.running.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
 from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
@@ -167,7 +167,7 @@ class FederatedCLI(LightningCLI):
                 saving = {"save_on_train_epoch_end": True, "enable_version_counter": False}
                 callbacks.append(ModelCheckpoint(last.parent, last.stem, **saving))  # type: ignore[arg-type]
             self._ending = StopAfterRound(last if saves else None)
-            callbacks.append(self._ending)
+            callbacks += [self._ending, PrintParticipation()]
             if config["logger"] is None and not config["barebones"]:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
             if config["default_root_dir"] is None:

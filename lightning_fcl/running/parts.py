@@ -130,13 +130,15 @@ def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
             shape = _outputs(task, stream, trainer)
         else:
             refuse_no_round(trainer)
-    plan = stream.plan
+    plan, participation = stream.plan, parts.strategy.federation.participation
     numbers = sum(parameter.numel() for parameter in task.parameters())
     experiences = max(map(max, plan.experiences.values())) + 1
-    samples = _samples(stream)
+    batch = _samples(stream)
+    sample = _shape_of(batch[0] if is_labelled(batch) else batch)
     lines = {
-        "data": f"{len(plan.groups):,} samples of shape {_shape_of(samples)}, {len(stream.classes)} classes",
+        "data": f"{len(plan.groups):,} samples of shape {sample}, {len(stream.classes)} classes",
         "federation": f"{len(plan.clients)} clients, {plan.rounds} rounds, {experiences} experiences",
+        "training": participation.describe(len(plan.clients)),
         "model": f"{type(task).__name__} of {numbers:,} parameters" + (f", outputs of shape {shape}" if shape else ""),
         "methods": ", ".join(methods) or "none: plain fine-tuning",
     }

@@ -11,8 +11,10 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import SaveConfigCallback
 
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import CONFIG, start_over
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.running.stop import Stopped, stop
 
 _PLACES = ("config", "out", "ckpt_path", "weights_only")  # of one fit, where the file is of the run, wherever it lies
@@ -36,6 +38,15 @@ class SaveConfig(SaveConfigCallback):
         for name in _PLACES:
             config.pop(name, None)
         write_whole(self.folder / CONFIG, self.parser.dump(config, skip_none=False, skip_validation=True))
+
+
+class PrintParticipation(Callback):
+    """A callback that prints how many clients train in a round when a fit starts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        federation, stream = federation_of(trainer), stream_of(trainer)
+        if federation is not None and stream is not None and trainer.is_global_zero:
+            print(f"Federation: {federation.participation.describe(len(stream.plan.clients))}")
 
 
 class StopAfterRound(Callback):

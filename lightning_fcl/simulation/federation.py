@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,7 +17,7 @@ from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.reading_check import prepare_reading
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import listed
+from lightning_fcl.errors import listed, warn_of_one
 from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import ClientState, enter_round, own_entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
@@ -174,6 +175,7 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
     server.check_clients(stream.plan.clients, [*named, *federation.participation.named])
     federation.participation.check_rounds(stream.plan.rounds)
+    announce_participation(federation)
     server.store.keep_pixels(stream.samples.pixels)
     server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
     federation.trainer, federation.why_one_at_a_time = choose_trainer(federation, step)
@@ -215,6 +217,15 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
             why,
             listed(single),
         )
+
+
+def announce_participation(federation: Federation) -> None:
+    """Log how many clients train in a round. Warn if their number is the integer 1, which is not the share 1.0."""
+    clients, participation = len(federation.stream.plan.clients), federation.participation
+    described = participation.describe(clients)
+    rank_zero_info(f"Federation: {described}")
+    if clients > 1:
+        warn_of_one("participation", participation.clients, described, "all clients")
 
 
 def extra_of(federation: Federation) -> Extra:

@@ -28,7 +28,7 @@ from torch.optim import LBFGS
 
 from lightning_fcl.data.attached import callbacks_of, refuse_transfer_hook, stream_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import at_least, did_you_mean, quoted
+from lightning_fcl.errors import at_least, did_you_mean, quoted, warn_of_one
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle, Reason
@@ -142,6 +142,11 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
     strategy: FederatedStrategy = trainer.strategy  # type: ignore[assignment]
     limit = strategy.limits.batches
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        overfits = strategy.limits.in_order
+        name = "overfit_batches" if overfits else "limit_train_batches"
+        warn_of_one(name, limit, "1 batch per client and round", "all batches")
+        warn_of_one("limit_val_batches", 1.0 if overfits else trainer.limit_val_batches, "1 batch", "all batches")
     scheduled = strategy.federation.participation.schedule is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
     if scheduled and repr(limit) != "1.0":
         raise ValueError(

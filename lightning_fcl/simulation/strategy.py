@@ -57,8 +57,8 @@ class FederatedStrategy(RanksStrategy):
     `state_dict`, such as other buffers and attributes, is for each client as it was when the round began.
 
     Args:
-        participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
-            least one. In asynchronous rounds, clients at any time.
+        participation: Clients per round, sampled anew each round: a float is a share, an int a number, at least one.
+            1.0 is all clients and 1 is one client. In asynchronous rounds, clients at any time.
         local_epochs: Passes over a client's data per round.
         client_weights: A client's weight in means: its ``"samples"`` of the round, its ``"trained"`` ones (these
             and the remembered ones), ``"uniform"``, or a number each. What `drop_last` or `limit_train_batches`

@@ -113,6 +113,11 @@ class Keeps(L.Callback):
         return {"folders": [Path("scans")]}
 
 
+class Floats(Items):
+    def __getitem__(self, number):
+        return torch.zeros(1, 8, 8), float(self.y[number])
+
+
 class Starts(L.Callback):
     def on_train_start(self, trainer, pl_module):
         raise ValueError("Expected a callback's own refusal when training starts")
@@ -150,6 +155,10 @@ def model(path, settings=""):
 
 
 REFUSED = [
+    (
+        "data: {data: {class_path: own_parts.Floats}, scenario: Stationary, partition: Shards}",
+        "Expected targets that are classes for `Shards`, but got targets of type float64. Use another `partition`",
+    ),
     (trainer("max_steps: 5"), "Expected `max_steps=-1` and `min_steps=None` but got 5 and None"),
     (trainer("val_check_interval: '00:00:00:01'"), "but got a time and 1: within a round"),
     (trainer("check_val_every_n_epoch: null"), "but got 1.0 and None: within a round"),

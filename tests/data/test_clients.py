@@ -164,7 +164,9 @@ class Loaded(L.LightningDataModule):
 
 def test_what_one_client_trains_on_no_other_tests_on():
     both = site(1, 8)
-    with pytest.raises(ValueError, match="of the clients to have samples of their own but got 8 that both have"):
+    with pytest.raises(
+        ValueError, match="got 8 in both, such as one of client a for training and of client b for test"
+    ):
         FederatedStream({"a": {"train": both}, "b": {"train": site(2, 4), "test": both}}, Stationary()).setup("fit")
 
 

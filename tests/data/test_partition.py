@@ -5,7 +5,20 @@ import re
 import numpy as np
 import pytest
 
+from lightning_fcl import FederatedStream
 from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
+from lightning_fcl.data.scenarios import (
+    Blurry,
+    ClassIncremental,
+    DomainIncremental,
+    FedViTScenario,
+    FLwFScenario,
+    GrowingClasses,
+    ODFCLScenario,
+    Online,
+    Staggered,
+    Stationary,
+)
 
 Y = np.random.default_rng(5).integers(0, 6, size=600)
 
@@ -218,3 +231,60 @@ def test_divisions_that_cannot_be(case):
 def test_impossible_arguments(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+@pytest.mark.parametrize("name", [*SEEDED, "natural"])
+def test_partition_that_depends_on_labels_declares_that_it_needs_classes(name):
+    partition = SEEDED.get(name, Natural())
+    parts = [divide(partition, y, np.arange(600) % 7) for y in (Y, Y[::-1])]
+    differs = any(not np.array_equal(one, other) for one, other in zip(*(p.values() for p in parts), strict=True))
+    assert partition.needs_classes == differs
+
+
+REGRESSION = {
+    "Dirichlet": (Stationary(), Dirichlet(3)),
+    "Shards": (Stationary(), Shards(3)),
+    "ClassSubsets": (DomainIncremental(), ClassSubsets(3, 1)),
+    "ClassIncremental": (ClassIncremental(2), None),
+    "Blurry": (Blurry(1), None),
+    "GrowingClasses": (GrowingClasses(1), None),
+    "FLwFScenario": (FLwFScenario(), None),
+    "ODFCLScenario": (ODFCLScenario(), None),
+    "FedViTScenario": (FedViTScenario(), None),
+    "Online of Blurry": (Online(Blurry(1)), None),
+    "Staggered of GrowingClasses": (Staggered(GrowingClasses(1)), None),
+}
+ANY_TARGETS = [
+    (Stationary(), IID(3)),
+    (ClassIncremental(1), IID(3)),
+    (DomainIncremental(), IID(3)),
+    (Online(Stationary()), IID(3)),
+    (Staggered(DomainIncremental()), IID(3)),
+    (Stationary(), Natural()),
+]
+
+
+def regression(scenario, partition, **kwargs):
+    """Return a stream of floating-point targets, prepared."""
+    x, number = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), np.arange(60)
+    owners = {"client": number % 3} if isinstance(partition, Natural) else {}
+    stream = FederatedStream.from_arrays(
+        x, x[:, 0], group=number % 2, scenario=scenario, partition=partition, **owners, **kwargs
+    )
+    stream.setup("fit")
+    return stream
+
+
+@pytest.mark.parametrize("name", REGRESSION)
+def test_stream_of_floating_targets_rejects_what_needs_classes(name):
+    scenario, partition = REGRESSION[name]
+    message = f"Expected targets that are classes for `{name}`, but got targets of type float32. Use "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        regression(scenario, partition)
+    remedy = {"scenario": Stationary()} if partition is None else {"partition": IID()}
+    assert regression(**{"scenario": scenario, "partition": partition, **remedy}).plan.rounds
+
+
+@pytest.mark.parametrize(("scenario", "partition"), ANY_TARGETS)
+def test_stream_of_floating_targets_accepts_what_needs_no_classes(scenario, partition):
+    assert len(regression(scenario, partition).plan.clients) == 3

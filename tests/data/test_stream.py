@@ -330,7 +330,7 @@ def test_arguments_are_found_by_their_short_names():
 
 @pytest.mark.parametrize("of", [np.asarray, torch.tensor, list])
 def test_labels_are_whole_numbers(of):
-    message = "Expected targets that are classes for 2 class-incremental experiences but got others."
+    message = "Expected targets that are classes for `ClassIncremental`, but got targets of type float"
     x = arrays(samples=8)[0]
     with pytest.raises(ValueError, match=message):
         prepared(x, of([0.0, 1.0, 0.5, 1.0] * 2), partition=IID(1))

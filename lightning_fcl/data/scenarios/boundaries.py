@@ -42,6 +42,7 @@ class Blurry(Scenario):
         ([1, 1, 1, 1, 1, 3, 3, 3, 3, 3], 1000)
     """
 
+    needs_classes = True
     experiences: int = argument(5, at_least, 1)
     rounds_per_experience: int = argument(1, between, 1, MOST_ROUNDS)
     disjoint: float = argument(0.5, between, 0, 1)
@@ -85,6 +86,7 @@ class GrowingClasses(Scenario):
         [1, 2, 3, 4]
     """
 
+    needs_classes = True
     experiences: int = argument(4, at_least, 1)
     rounds_per_experience: int = argument(1, between, 1, MOST_ROUNDS)
     class_order: Sequence[int | str] | None = None
@@ -126,6 +128,10 @@ class Online(Scenario):
 
     def __str__(self) -> str:
         return f"Online of {_inner(self.of)}"
+
+    @property
+    def needs_classes(self) -> bool:
+        return _inner(self.of).needs_classes
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         plan = _inner(self.of).plan(pool, seed)
@@ -181,6 +187,10 @@ class Staggered(Scenario):
     def __str__(self) -> str:
         return f"Staggered of {_inner(self.of)}"
 
+    @property
+    def needs_classes(self) -> bool:
+        return _inner(self.of).needs_classes
+
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         plan = _inner(self.of).plan(pool, seed)
         train: list[dict[str, IntArray]] = [{} for _ in range(plan.rounds + self.delay)]
@@ -205,8 +215,8 @@ class Staggered(Scenario):
 
 
 def _classes_of(pool: Pool, experiences: int) -> IntArray:
-    """The classes that clients have samples of, as many as there are experiences, or more."""
-    classes = np.unique(pool.y[np.concatenate(list(pool.clients.values()))]) if pool.classes else EMPTY
+    """Return the classes of the clients' samples, at least as many as there are experiences."""
+    classes = np.unique(pool.y[np.concatenate(list(pool.clients.values()))])
     if len(classes) < experiences:
         raise ValueError(
             f"Expected `experiences` to be at most the number of classes, {len(classes)}, but got {experiences}."

@@ -38,7 +38,7 @@ class ClassIncremental(Scenario):
         samples_per_round: New samples per client and round, never used again; None: all of its experience's, in each
             of its rounds.
         class_order: The classes in the order in which they come, by number or by name; or, for each client, an order
-            of its own; None draws one from the seed.
+            of its own; None draws one from the seed. Write names that are numbers as text, as in ``["10", "2"]``.
         order_per_client: Whether an order is drawn for each client.
         history: A ``"round"``'s own samples, all that were ``"seen"`` so far, or ``"all"`` (offline, an upper bound).
 
@@ -64,17 +64,15 @@ class ClassIncremental(Scenario):
         super().__post_init__()
         _require_one_order("class_order", self.class_order, self.order_per_client)
 
+    @property
+    def needs_classes(self) -> bool:
+        return self.experiences != 1
+
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         rng = np.random.default_rng([seed, 1])
         if not pool.classes and self.experiences == 1:
             parts = {client: [rows] for client, rows in pool.clients.items()}
             return plan_of(self, pool, parts, {client: [(0,)] for client in parts}, np.zeros_like(pool.y), False, rng)
-        if not pool.classes:
-            raise ValueError(
-                f"Expected targets that are classes for {self.experiences} class-incremental experiences but got "
-                "others. Take one experience, or `DomainIncremental` with the `group` of each sample, or pass labels "
-                "as `y`: names, or whole numbers, as of `y.astype(int)`."
-            )
         parts, tasks = {}, dict[str, Groups]()
         if self.order_per_client or isinstance(self.class_order, Mapping):
             for position, (client, rows) in enumerate(pool.clients.items()):

@@ -31,8 +31,8 @@ class FLwFScenario(Scenario):
         samples_per_round: Samples per client and round, the same number of each class of its task, never reused.
         test_per_class: Samples of each class in the common test set.
         pretrain_per_class: Samples of each class for the initial model.
-        tasks: For every client, the classes of each of its tasks. Default: client1 has class 1, then class 2;
-            generalized has all classes.
+        tasks: For every client, the classes of each of its tasks, by number or by name. Default: client1 has class 1,
+            then class 2; generalized has all classes.
         history: As for `ClassIncremental`.
 
     Raises:
@@ -44,18 +44,21 @@ class FLwFScenario(Scenario):
         (8, ('client1', 'generalized'), {'client1': 120, 'generalized': 120})
     """
 
-    own_split = own_clients = True
+    own_split = own_clients = needs_classes = True
     rounds: int = 8
     samples_per_round: int = 120
     test_per_class: int = 100
     pretrain_per_class: int = 10
-    tasks: Mapping[str, Sequence[Sequence[int]]] | None = None
+    tasks: Mapping[str, Sequence[Sequence[int | str]]] | None = None
     history: History = "round"
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         between(1, MOST_ROUNDS, rounds=self.rounds)
         classes = np.unique(pool.y).tolist()
-        tasks = self.tasks or {"client1": [[1], [2]], "generalized": [classes]}
+        tasks = {
+            client: [[number_order([entry], pool.classes, "tasks", [])[0] for entry in labels] for labels in own]
+            for client, own in (self.tasks or {}).items()
+        } or {"client1": [[1], [2]], "generalized": [classes]}
         rng = np.random.default_rng([seed, 2])
         left = {c: rng.permutation(np.flatnonzero(pool.y == c)) for c in classes}
         test = self._draw(left, classes, self.test_per_class)
@@ -125,7 +128,7 @@ class ODFCLScenario(Scenario):
         (40, ('node1', 'node2', 'node3'), ((0, 1, 2, 3), (4,), (7,)), ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6)))
     """
 
-    own_split = own_clients = True
+    own_split = own_clients = needs_classes = True
     people: int = 10
     base: int = argument(4, at_least, 1)
     sessions: int = argument(2, at_least, 1)
@@ -259,7 +262,7 @@ class FedViTScenario(Scenario):
         True
     """
 
-    own_clients = True
+    own_clients = needs_classes = True
     tasks: int = argument(10, at_least, 1)
     clients: int = argument(20, at_least, 1)
     classes_per_client: Sequence[int] = (2, 5)

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fcl.errors import check_fields, did_you_mean
+from lightning_fcl.errors import check_fields, did_you_mean, listed
 from lightning_fcl.randomness import Keys, name_keys
 
 IntArray = npt.NDArray[np.int64]
@@ -201,6 +201,11 @@ class Scenario(ABC):
     own_split: ClassVar[bool] = False
     own_clients: ClassVar[bool] = False
 
+    @property
+    def needs_classes(self) -> bool:
+        """Whether the scenario needs targets that are classes. A stream rejects other targets if it is True."""
+        return False
+
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -247,20 +252,45 @@ def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tup
 
 
 def number_order(order: Sequence[int | str], names: Sequence[str], argument: str, present: Sequence[int]) -> list[int]:
-    """An order of all classes or domains that are present by number, where it may name them."""
+    """Return the numbers of ordered classes or domains: their positions in the list of all names.
+
+    Args:
+        order: Names or positions. Integers are names if they cannot be positions, as for the names "10", "20" and "30".
+        names: All names, or none.
+        argument: Name of the argument that has the order.
+        present: Numbers that the order must contain.
+
+    Raises:
+        TypeError: If the order is one string.
+        ValueError: If the order has an unknown or repeated entry, lacks an entry, or has integers that can be names as
+            well as positions, with different results.
+    """
     if isinstance(order, str):
         raise TypeError(f'Expected `{argument}` to be a list of names or numbers but got "{order}".')
-    for entry in order:
-        is_number = isinstance(entry, int | np.integer) and (not names or 0 <= entry < len(names))
-        if not is_number and entry not in names:
-            known = ", ".join(names) or "whole numbers, as there are no names,"
-            raise ValueError(
-                f"Expected `{argument}` among {known} or their numbers but got {entry}.{did_you_mean(entry, names)}"
-            )
-    numbers = [list(names).index(entry) if isinstance(entry, str) else int(entry) for entry in order]
-    if len(set(numbers)) < len(numbers) or not {*present} <= {*numbers}:
-        raise ValueError(f"Expected `{argument}` to order all of {list(present)} but got {numbers}.")
-    return numbers
+    place = {name: number for number, name in enumerate(names)}
+    by_name = [place.get(str(entry), -1) for entry in order]
+    by_position = [
+        number if isinstance(entry, str) else int(entry) if not names or 0 <= entry < len(names) else -1
+        for entry, number in zip(order, by_name, strict=True)
+    ]
+    possible = [
+        numbers
+        for numbers in (by_position, by_name)
+        if -1 not in numbers and len({*numbers}) == len(numbers) and {*present} <= {*numbers}
+    ]
+    if len(possible) == 2 and by_position != by_name:
+        first = ", ".join(f'"{entry}"' for entry in order[:3])
+        raise ValueError(
+            f"Expected `{argument}` to have one meaning, but got {list(order)}, which can be names or positions in the "
+            f"list of names ({listed(names)}). Write names as text, as in [{first}, ...]."
+        )
+    if not possible and -1 in by_position:
+        entry = order[by_position.index(-1)]
+        known = f"{', '.join(names)}, or their positions from 0 to {len(names) - 1}," if names else "whole numbers"
+        raise ValueError(f"Expected `{argument}` to contain {known} but got {entry}.{did_you_mean(entry, names)}")
+    if not possible:
+        raise ValueError(f"Expected `{argument}` to order all of {list(present)} but got {by_position}.")
+    return possible[0]
 
 
 def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:

@@ -162,7 +162,6 @@ def test_a_scenario_around_another_draws_what_that_draws(kind):
         (lambda: Staggered(delay=-1), "Expected `delay` to be at least 0 but got -1"),
         (lambda: Online("Blury"), 'Expected `of` to be an object of .* but got "Blury". Did you mean Blurry'),
         (lambda: Online(3), "Expected `of` to be an object of .* but got 3"),
-        (lambda: Blurry().plan(Pool(np.zeros(4, int), clients={"a": np.arange(4)})), "number of classes, 0, but got 5"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):

@@ -194,13 +194,6 @@ def test_one_experience_needs_no_classes():
     pool = Pool(np.zeros(6, dtype=np.int64), clients={"a": np.arange(4), "b": np.arange(4, 6)})
     plan = ClassIncremental(1, 2).plan(pool)
     assert [current["a"].tolist() for current in plan.train] == [[0, 1, 2, 3]] * 2 and plan.classes(1) == ((), ())
-    message = (
-        "Expected targets that are classes for 2 class-incremental experiences but got others. Take one experience, or "
-        "`DomainIncremental` with the `group` of each sample, or pass labels as `y`: names, or whole numbers, as of "
-        "`y.astype(int)`."
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
-        ClassIncremental(2).plan(pool)
 
 
 def test_domains_are_the_groups_of_the_test():
@@ -231,7 +224,10 @@ ORDER = "Expected `{}` to order all of {} but got {}."
             (of_classes(3, 3, order), ORDER.format("class_order", [0, 1, 2], order))
             for order in ([0, 1], [0, 1, 1], [0, 1, 2, 2])
         ),
-        (of_classes(3, 3, ["0", "x"]), "Expected `class_order` among 0, 1, 2 or their numbers but got x."),
+        (
+            of_classes(3, 3, ["0", "x"]),
+            "Expected `class_order` to contain 0, 1, 2, or their positions from 0 to 2, but got x.",
+        ),
         *((of_domains(order), ORDER.format("domain_order", [1, 3], order)) for order in ([1], [1, 3, 3], [10, 30])),
         (
             lambda: stream(DomainIncremental(), np.zeros(4, dtype=np.int64)),

@@ -1,0 +1,145 @@
+"""Origins of samples: samples that are one sample of a dataset, and checks that no test sample is trained on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.targets import ItemsOf, as_array
+
+log = logging.getLogger(__name__)
+
+# The second column of keys whose first column is the address of a row, or of an object.
+_ROW, _ITEM = -1, -2
+
+
+def origins_of(data: Dataset[Any]) -> IntArray | None:
+    """Return a number for each sample, equal for samples of one origin, shape (n,); None if all origins differ.
+
+    The origin of a sample is the place it is read from: an item of a dataset below all subsets, joined datasets and
+    datasets that wrap one other dataset, a row of an array that `TensorDataset` objects share, or an object in a list.
+    """
+    return _numbered(_keys(data, _origins))
+
+
+def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[Any] | None, remedy: str) -> None:
+    """Raise ValueError if two parts of a plan share samples. All validation samples may be all test samples.
+
+    Args:
+        origin: A number of the origin of each sample, shape (n,). See `origins_of`.
+        parts: Numbers of the samples for ``"training"``, ``"validation"`` and ``"test"``.
+        owner: Client of each sample, shape (n,), or None.
+        remedy: Last sentence of the message.
+    """
+    for pair in combinations(parts, 2):
+        rows = [parts[part] for part in pair]
+        shared = np.intersect1d(origin[rows[0]], origin[rows[1]])
+        are_equal = len(shared) == len(np.unique(origin[np.concatenate(rows)]))
+        if not len(shared) or ("training" not in pair and are_equal):
+            continue
+        example = ""
+        if owner is not None:
+            clients = [owner[numbers[origin[numbers] == shared[0]][0]] for numbers in rows]
+            example = f", such as one of client {clients[0]} for {pair[0]} and of client {clients[1]} for {pair[1]}"
+        raise ValueError(
+            f"Expected no sample in both the {pair[0]} and the {pair[1]} data, but got {len(shared)} in both{example}. "
+            f"{remedy}"
+        )
+
+
+def warn_of_equal(data: Tensor | Dataset[Any], targets: NDArray[Any], trained: IntArray, tested: IntArray) -> None:
+    """Warn if test samples in memory have the same content as training samples: equal inputs and equal targets.
+
+    Args:
+        data: Samples, shape (n, ...), or a dataset, of which the parts that are a `TensorDataset` are compared.
+        targets: Targets of samples that are no dataset, shape (n, ...).
+        trained: Numbers of the samples that are trained on.
+        tested: Numbers of the test samples.
+    """
+    if not len(tested):
+        return
+    number = _numbered(_hashes([data, targets]) if isinstance(data, Tensor) else _keys(data, _contents))
+    if number is not None and (equal := int(np.isin(number[tested], number[trained]).sum())):
+        rank_zero_only(log.warning)(
+            "%d of %d test samples have the inputs and targets of a training sample. Remove them if they are copies.",
+            equal,
+            len(tested),
+        )
+
+
+def _numbered(keys: NDArray[np.int64]) -> IntArray | None:
+    """Number the different keys, shape (n, 2), from 0; None if all differ."""
+    first, second = (np.unique(column, return_inverse=True) for column in keys.T)
+    number = np.unique(first[1] * len(second[0]) + second[1], return_inverse=True)
+    return None if len(number[0]) == len(keys) else number[1].astype(np.int64)
+
+
+def _keys(data: Any, leaf: Callable[[Any], NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return a key for each item of data, shape (n, 2), which a function gives for data that wraps no other."""
+    if isinstance(data, Subset):
+        return _keys(data.dataset, leaf)[np.asarray(data.indices, dtype=np.int64)]
+    if isinstance(data, ConcatDataset):
+        return np.concatenate([_keys(part, leaf) for part in data.datasets])
+    inner = _wrapped(data)
+    return leaf(data) if inner is None else _keys(inner, leaf)
+
+
+def _wrapped(data: Any) -> Any:
+    """Return the data whose item i the item i of a dataset is made of; None if it is of no other, or unknown."""
+    if isinstance(data, ItemsOf):
+        return data.data
+    if isinstance(data, StackDataset):
+        return next(iter(data.datasets.values())) if isinstance(data.datasets, dict) else data.datasets[0]
+    datasets: list[Any] = [value for value in getattr(data, "__dict__", {}).values() if isinstance(value, Dataset)]
+    if len(datasets) != 1 or not hasattr(datasets[0], "__len__") or len(datasets[0]) != len(data):
+        return None
+    # Two datasets that refer to each other wrap none.
+    return None if any(value is data for value in getattr(datasets[0], "__dict__", {}).values()) else datasets[0]
+
+
+def _origins(data: Any) -> NDArray[np.int64]:
+    """Return the address of each row of the array that a `TensorDataset` has, or of each item of a list."""
+    if isinstance(data, TensorDataset):
+        dense = [tensor for tensor in data.tensors if tensor.layout == torch.strided and tensor[:1].numel()]
+        # An expanded tensor, whose stride is 0, repeats one row.
+        tensor = next((tensor for tensor in dense if tensor.stride(0)), None)
+        if tensor is not None:
+            step = tensor.stride(0) * tensor.element_size()
+            return _pairs(tensor.data_ptr() + step * np.arange(len(tensor)), _ROW)
+    elif type(data) is list and not any(isinstance(item, str | bytes | int | float | None) for item in data):
+        return _pairs([_address(item) or id(item) for item in data], _ITEM)
+    return np.stack([np.full(len(data), id(data)), np.arange(len(data))], axis=1)
+
+
+def _address(item: Any) -> int:
+    """Return a number of the places in memory of the arrays that an item consists of; 0 if it has none."""
+    parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, Sequence) else [item]
+    places = [part.data_ptr() for part in parts if isinstance(part, Tensor) and part.numel()]
+    places += [part.__array_interface__["data"][0] for part in parts if isinstance(part, np.ndarray) and part.size]
+    return hash(tuple(places)) if places else 0
+
+
+def _contents(data: Any) -> NDArray[np.int64]:
+    dense = isinstance(data, TensorDataset) and all(one.layout == torch.strided for one in data.tensors)
+    return _hashes(data.tensors) if dense else _origins(data)
+
+
+def _hashes(arrays: Sequence[Any]) -> NDArray[np.int64]:
+    """Return a key of the content of each row of some arrays, shape (n, 2)."""
+    columns = [np.ascontiguousarray(as_array(one)) for one in arrays]
+    return _pairs([hash(tuple(one[row].tobytes() for one in columns)) for row in range(len(arrays[0]))], _ROW)
+
+
+def _pairs(first: Any, second: int) -> NDArray[np.int64]:
+    keys = np.asarray(first, dtype=np.int64)
+    return np.stack([keys, np.full(len(keys), second)], axis=1)

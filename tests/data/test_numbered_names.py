@@ -1,0 +1,110 @@
+"""Names of classes and domains that are numbers as text: integers have one reading, or are rejected."""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import (
+    ClassIncremental,
+    DomainIncremental,
+    FedViTScenario,
+    FLwFScenario,
+    GrowingClasses,
+)
+from lightning_fcl.data.targets import number_targets
+from lightning_fcl.errors import check_clients, did_you_mean, one_of
+
+TWELVE = [str(number) for number in range(12)]
+SORTED = sorted(TWELVE)  # 0, 1, 10, 11, 2, ...
+
+
+def stream_of(names, scenario, per_class=2, domains=False, partition=None):
+    """Return a stream of labels, or of domains, that are names or numbers."""
+    column = np.repeat(names, per_class)
+    x = np.random.default_rng(0).normal(size=(len(column), 2)).astype(np.float32)
+    y, group = (np.arange(len(column)) % 2, column) if domains else (column, None)
+    stream = FederatedStream.from_arrays(x, y, group=group, scenario=scenario, partition=partition, split=None)
+    stream.setup("fit")
+    return stream
+
+
+def order_of(names, order):
+    """Return the names of the classes in the order in which they come, one an experience."""
+    stream = stream_of(names, ClassIncremental(len(names), class_order=order), 9, partition=IID(1))
+    return [stream.classes[label] for (label,) in stream.plan.tasks["0"]]
+
+
+REJECTED = {
+    "ClassIncremental": (ClassIncremental(12, class_order=range(12)), "class_order", {}),
+    "GrowingClasses": (GrowingClasses(2, class_order=range(12)), "class_order", {}),
+    "FedViTScenario": (FedViTScenario(2, 2, (2, 3), (0.5, 0.6), class_order=range(12)), "class_order", {}),
+    "DomainIncremental": (DomainIncremental(domain_order=range(12)), "domain_order", {"domains": True}),
+    "FLwFScenario": (FLwFScenario(2, 2, 1, 1, tasks={"a": [[2], [3]]}), "tasks", {}),
+    "orders of clients": (ClassIncremental(12, class_order={"0": [*range(12)]}), "class_order", {"partition": IID(1)}),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_integers_that_can_be_names_or_positions_are_rejected(name):
+    scenario, argument, options = REJECTED[name]
+    with pytest.raises(ValueError, match=f"^Expected `{argument}` to have one meaning, but got .* Write names as text"):
+        stream_of(TWELVE, scenario, 9, **options)
+
+
+@pytest.mark.parametrize(
+    ("names", "order", "expected"),
+    [
+        (TWELVE, TWELVE[::-1], TWELVE[::-1]),  # the fix: names as text
+        (range(12), range(12), TWELVE),  # both readings are equal: numbers are in the order of numbers
+        (TWELVE[:10], range(9, -1, -1), TWELVE[9::-1]),
+        ([10, 20, 30], [30, 10, 20], ["30", "10", "20"]),  # names alone
+        (range(1, 7), [6, 5, 4, 3, 2, 1], TWELVE[6:0:-1]),
+        (range(1, 7), [5, 4, 3, 2, 1, 0], TWELVE[6:0:-1]),  # positions alone
+        (["1", "3", "7"], [0, 1, "7"], ["1", "3", "7"]),
+        (["a", "b", "c"], [2, "a", 1], ["c", "a", "b"]),
+    ],
+)
+def test_integers_with_one_reading_are_names_or_positions(names, order, expected):
+    assert order_of([*names], [*order]) == expected
+
+
+def test_every_order_of_integers_has_one_reading_or_is_rejected():
+    for names in (["1", "2", "3"], ["0", "2", "1"], ["0", "1", "2"], ["2", "5", "a"]):
+        for order in itertools.permutations(range(4), 3):
+            by_position = [names[place] for place in order] if max(order) < 3 else None
+            by_name = [str(entry) for entry in order] if {*map(str, order)} == {*names} else None
+            readings = [reading for reading in (by_position, by_name) if reading is not None]
+            scenario = ClassIncremental(3, class_order=order)
+            pool = FederatedStream.from_arrays(np.zeros((30, 1), np.float32), np.arange(30) % 3, classes=names)
+            pool.scenario, pool.partition = scenario, IID(1)
+            if len({*map(tuple, readings)}) == 1:
+                pool.setup("fit")
+                assert [pool.classes[label] for (label,) in pool.plan.tasks["0"]] == readings[0]
+            else:
+                with pytest.raises(ValueError, match=r"^Expected `class_order` to (have one|contain|order all)"):
+                    pool.setup("fit")
+
+
+def test_integer_that_prints_as_a_name_is_told_to_be_text():
+    with pytest.raises(ValueError, match=r"but got 7\. Write \"7\", as text\.$"):
+        order_of(["1", "3", "7"], [0, 1, 7])
+    with pytest.raises(ValueError, match=r"but got 1\. Write \"1\", as text\.$"):
+        check_clients("`clients` to be", {1: 0.5, "0": 1.0}, ["0", "1", "2"])
+    with pytest.raises(ValueError, match=r"but got 2\. Write \"2\", as text\.$"):
+        one_of(["1", "2"], number=2)
+
+
+@pytest.mark.parametrize("name", [7, 7.0, True, None, np.int64(7), np.float64(0.5), "7", np.str_("7")])
+def test_did_you_mean_never_proposes_what_prints_the_same(name):
+    assert "Did you mean" not in did_you_mean(name, [str(name), "other"])
+    assert isinstance(name, str) or did_you_mean(name, [str(name)]) == f' Write "{name}", as text.'
+
+
+def test_label_that_begins_as_a_class_is_no_such_class():
+    with pytest.raises(ValueError, match=re.escape("among the classes sit, run but got sitting")):
+        number_targets(["sitting", "run"], ("sit", "run"))
+    assert number_targets(["sit", "run"], ("sit", "run"))[0].tolist() == [0, 1]
