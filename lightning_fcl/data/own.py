@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
@@ -15,11 +16,20 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_fcl.data.batches import Collate
+from lightning_fcl.data.client_data import check_shapes, check_sizes
 from lightning_fcl.data.data_module import Parts, agreed, are_several, refuse_shared, take_apart
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.samples import PublicData, Samples, name_of, of_public
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, named
-from lightning_fcl.data.targets import as_array, number_labels, number_targets, place_of_target, targets_of
+from lightning_fcl.data.targets import (
+    SampleName,
+    as_array,
+    default_name,
+    number_labels,
+    number_targets,
+    place_of_target,
+    targets_of,
+)
 from lightning_fcl.errors import refuse_other_lightning
 
 if TYPE_CHECKING:
@@ -88,6 +98,7 @@ def of_anything(
     group: Any = None,
     classes: Sequence[str] | None = None,
     collate_fn: Collate = default_collate,
+    sample_name: SampleName = default_name,
 ) -> Samples:
     """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
@@ -102,13 +113,13 @@ def of_anything(
     targets: NDArray[Any] = np.empty(0)
     names: tuple[str, ...] = ()
     if y is not None:
-        targets, names = number_targets(y, classes if classes is None else tuple(classes))
+        targets, names = number_targets(y, classes if classes is None else tuple(classes), sample_name)
     elif isinstance(content, Dataset) and (classes is None or len(classes)):
         given = targets_of(content)
         parts = content.datasets if isinstance(content, ConcatDataset) else [content]
         told = {part.classes if isinstance(part, SizedItems) else None for part in parts}  # as Hugging Face does
         own = told.pop() if len(told) == 1 else None
-        targets, names = number_targets(given, own if classes is None else tuple(classes))
+        targets, names = number_targets(given, own if classes is None else tuple(classes), sample_name)
         content = number_labels(content, given, targets) if names else content
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
         raise ValueError(f"Expected a target for each of {size} samples but got {len(targets)}. Pass one for each.")
@@ -119,7 +130,12 @@ def of_anything(
 
 def _tensor(x: Any) -> Tensor:
     """Samples in memory as torch has them, those of half precision as single, which holds them."""
-    values = x.detach().cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
+    try:
+        values = x.detach().cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
+    except ValueError as error:
+        raise ValueError(
+            f"Expected `x` to have samples of one shape, but got: {error}. Convert the samples to one shape."
+        ) from error
     if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
         raise TypeError(
             f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}. Convert it, for example "
@@ -144,11 +160,15 @@ def _column(name: str, given: Any) -> NDArray[Any] | None:
 
 
 def samples_of(
-    data: object, classes: Sequence[str] | None = None, seed: int = 0, left_open: Collection[str] = ()
+    data: object,
+    classes: Sequence[str] | None = None,
+    seed: int = 0,
+    left_open: Collection[str] = (),
+    collate_fn: Collate | None = None,
 ) -> Samples:
     """The samples of whatever a stream takes as data; data modules of clients agree on what it has ``left_open``."""
     if names_clients(data):
-        return _join_clients(data, classes, seed, left_open)
+        return _join_clients(data, classes, seed, left_open, collate_fn)
     if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
         return _of_parts({"": _parts_in(data, "for `data`", seed)}, classes, ())
     if not isinstance(data, str | PublicData | Arrays | Samples):
@@ -164,13 +184,20 @@ def names_clients(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[obj
 
 
 def _join_clients(
-    data: Mapping[Any, object] | Sequence[object], classes: Sequence[str] | None, seed: int, left_open: Collection[str]
+    data: Mapping[Any, object] | Sequence[object],
+    classes: Sequence[str] | None,
+    seed: int,
+    left_open: Collection[str],
+    collate_fn: Collate | None,
 ) -> Samples:
     """The samples of a data set, splits or a data module for each client, one client after the other."""
     named = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
     if not named:
         raise ValueError("Expected `data` to have a data set for each client but got none.")
     parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in named.items()}
+    check_sizes(parts)
+    loading = next((loading for own in parts.values() for _, loading in own.values()), None)
+    check_shapes(parts, collate_fn or (loading.collate_fn if loading else default_collate))
     samples = _of_parts(parts, classes, left_open)
     pieces = {part: [own[part][0] for own in parts.values() if part in own] for part in _SPLITS.values()}
     refuse_shared({part: ConcatDataset(found) for part, found in pieces.items() if found}, "the clients")
@@ -205,9 +232,17 @@ def _parts_in(data: object, whose: str, seed: int) -> Parts:
 
 def _of_parts(clients: Mapping[Any, Parts], classes: Sequence[str] | None, left_open: Collection[str]) -> Samples:
     pieces = [(part, data) for parts in clients.values() for part, (data, _) in parts.items()]
+    owners = [client for client, parts in clients.items() for _ in parts]
     loaders = agreed(clients, left_open)
     collate_fn = loaders["train"].collate_fn if loaders else default_collate
-    whole = of_anything(ConcatDataset([data for _, data in pieces]), classes=classes, collate_fn=collate_fn)
+    everything = ConcatDataset([data for _, data in pieces])
+
+    def sample_name(number: int) -> str:
+        piece = bisect_right(everything.cumulative_sizes, number)
+        place = number - (everything.cumulative_sizes[piece - 1] if piece else 0)
+        return f"{pieces[piece][0]} sample {place}" + (f" of client {owners[piece]}" if len(clients) > 1 else "")
+
+    whole = of_anything(everything, classes=classes, collate_fn=collate_fn, sample_name=sample_name)
     of = np.repeat([part for part, _ in pieces], [len(data) for _, data in pieces])  # type: ignore[arg-type]
     validation, test = (of == part if (of == part).any() else None for part in ("validation", "test"))
     samples = replace(whole, validation=validation, test=test, loaders=loaders, divided=True)
