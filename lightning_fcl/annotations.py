@@ -17,6 +17,7 @@ _PACKAGE = "lightning_fcl"
 _STRICT = (_PACKAGE, "lightning", "numpy", "torch")  # packages whose objects are never plain values
 _SEQUENCES = (list, tuple, Sequence, Iterable, Collection)
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+_FUNCTION: Any = Callable
 _TRUTH = dict.fromkeys(("true", "yes", "on", "1", "1.0"), True) | dict.fromkeys(
     ("false", "no", "off", "0", "0.0"), False
 )
@@ -86,8 +87,8 @@ def accepts(value: object, hint: Any) -> bool:
     if kind is float:
         return is_number(value) and not is_nan(value)
     if kind is str:
-        return value is not None and not isinstance(value, type)
-    if kind is Callable:
+        return isinstance(value, str | bytes | Number | os.PathLike)
+    if kind is _FUNCTION:
         return callable(value) and not (isinstance(value, type) and _makes_callables(value, within))
     return _accepts_object(value, kind, within)
 
@@ -96,7 +97,7 @@ def _accepts_object(value: Any, kind: type, within: Sequence[Any]) -> bool:
     plain = value is None or isinstance(value, str | bytes | Number | type) or _is_numpy_bool(value)
     if kind in _SEQUENCES:
         items = value if isinstance(value, Sequence) or getattr(value, "ndim", 0) == 1 else ()
-        hints = within if kind is tuple and Ellipsis not in within else within[:1] * len(items)
+        hints = within if kind is tuple and Ellipsis not in within else [*within[:1]] * len(items)
         return not plain and all(map(accepts, items, hints))
     if issubclass(kind, Mapping):
         return isinstance(value, Mapping) and (not within or all(accepts(one, within[1]) for one in value.values()))
@@ -155,8 +156,12 @@ def describe(hint: Any, plural: bool = False) -> str:
     """
     kind, within = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        parts = dict.fromkeys(describe(one, plural) for one in within if not (one is int and float in within))
-        *rest, last = ", ".join(parts).replace("True or False", "True, False").split(", ")
+        members = [one for one in within if not (one is int and float in within)]
+        parts: list[str] = []
+        for one in members:
+            words = list(map(quoted_value, get_args(one))) if get_origin(one) is Literal else [describe(one, plural)]
+            parts += ["True", "False"] if one is bool else words
+        *rest, last = dict.fromkeys(parts)
         return f"{', '.join(rest)} or {last}" if rest else last
     if kind is Literal:
         return describe_choices(within)
@@ -164,11 +169,11 @@ def describe(hint: Any, plural: bool = False) -> str:
     if container:
         items = f" of {describe(within[container == 'dict'], plural=True)}" if within else ""
         return f"{container}s{items}" if plural else f"a {container}{items}"
-    words = "a function" if kind is Callable else _WORDS.get(NoneType if kind is None else kind)
-    if words is None:
+    phrase = "a function" if kind is _FUNCTION else _WORDS.get(NoneType if kind is None else kind)
+    if phrase is None:
         name = getattr(kind, "__name__", str(kind))
-        words = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
-    return f"{words.partition(' ')[2]}s" if plural and words.endswith(("number", "string", "`")) else words
+        phrase = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
+    return f"{phrase.partition(' ')[2]}s" if plural and phrase.endswith(("number", "string", "`")) else phrase
 
 
 def words_of(hint: Any) -> list[str]:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import cache, partial, wraps
 from inspect import Parameter, signature
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_origin
 
 from lightning_fcl.annotations import (
     accepts,
@@ -186,6 +186,8 @@ def check_argument(name: str, value: object, hint: Any, default: object = Parame
     if accepts(value, hint):
         return to_plain(value)
     words = words_of(hint) if isinstance(value, str) else []
+    if get_origin(hint) is Literal and words:
+        one_of(words, **{name: value})
     error = ValueError if words or is_nan(value) else TypeError
     raise error(explain(name, value, hint, default))
 

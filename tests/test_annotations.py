@@ -30,6 +30,7 @@ EXCEPTIONS = {
     "Clock": "made by a schedule",
     "BufferedServer": "made by a schedule",
     "Plan": "made by a scenario",
+    "Participation": "made by the strategy, which checks `participation`",
     "Pool": "made by a stream",
     "Step": "made by the local training",
     "Server": "made by the federation",

@@ -209,7 +209,6 @@ class Participation:
         (['client4'], ['client1', 'client4'])
     """
 
-    @check_arguments
     def __init__(
         self,
         clients: int | float = 1.0,
