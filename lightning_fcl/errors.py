@@ -5,24 +5,35 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
-from functools import partial
-from numbers import Integral
+from functools import cache, partial, wraps
+from inspect import Parameter, signature
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_origin
 
+from lightning_fcl.annotations import (
+    accepts,
+    describe_choices,
+    explain,
+    field_types,
+    is_nan,
+    is_number,
+    quoted_value,
+    resolve_annotations,
+    to_plain,
+    words_of,
+)
 from lightning_fcl.door import WITH_AVALANCHE, put_off
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+Parameters = ParamSpec("Parameters")
 Value = TypeVar("Value")
 
 log = logging.getLogger(__name__)
-
-_WHOLE = ("int", int, "int | None", int | None)  # types of fields, as they are or as `annotations` leaves them
 
 # What pip calls the packages that are imported by another name.
 _DISTRIBUTIONS = {"PIL": "pillow", "avalanche": "avalanche-lib", "sklearn": "scikit-learn"}
@@ -106,6 +117,8 @@ def warn_of_other_lightning() -> None:
 
 def _refuse(arguments: Mapping[str, float], allows: Callable[[float], bool], expected: str) -> None:
     for name, value in arguments.items():
+        if not is_number(value):
+            raise TypeError(explain(name, value, float))
         if not allows(value):
             raise ValueError(f"Expected `{name}` to be {expected} but got {value}.")
 
@@ -147,12 +160,11 @@ def warn_of_one(argument: str, value: float, number: str, share: str) -> None:
 
 def one_of(choices: Collection[str | None], **arguments: object) -> None:
     """Refuse an argument that is none of some words, of which None may be one."""
-    *rest, last = map(_quoted, choices)
-    words = f"{', '.join(rest)} or {last}" if rest else last
+    words = describe_choices(choices)
     for name, value in arguments.items():
         if value not in choices:
             hint = did_you_mean(value, filter(None, choices))
-            raise ValueError(f"Expected `{name}` to be {words} but got {_quoted(value)}.{hint}")
+            raise ValueError(f"Expected `{name}` to be {words} but got {quoted_value(value)}.{hint}")
 
 
 def argument(default: Value, check: Callable[..., None], *bounds: object) -> Value:
@@ -162,31 +174,68 @@ def argument(default: Value, check: Callable[..., None], *bounds: object) -> Val
 
 
 def check_fields(instance: object) -> None:
-    """Refuse a dataclass's values that are out of the ranges which its fields declare. See `argument`."""
+    """Raise TypeError or ValueError if the value of a dataclass's field does not fit its annotation or its range.
+
+    `argument` declares the range. Numbers of NumPy become numbers of Python.
+    """
+    kind: type = type(instance)
+    types = field_types(kind)
     for one in fields(cast("DataclassInstance", instance)):
         value = getattr(instance, one.name, None)
-        if value is None and one.default is None:
+        if not one.init or (value is None and one.default is None):
             continue
-        if value is None and "check" not in one.metadata:
-            if one.default is not MISSING and "None" not in str(one.type):
-                raise TypeError(f"Expected `{one.name}` to be given but got None. Leave it out for {one.default!r}.")
-            continue
-        if one.type in _WHOLE and not isinstance(value, int):
-            raise TypeError(f"Expected `{one.name}` to be a whole number but got {_quoted(value)}.")
-        if one.type == "int | Sequence[int]" and not _is_whole(value):
-            raise TypeError(f"Expected `{one.name}` to be a whole number, or a list of some, but got {_quoted(value)}.")
-        if "check" not in one.metadata:
-            continue
+        if value is None and one.default is not MISSING and not accepts(None, types[one.name]):
+            raise TypeError(f"Expected `{one.name}` to be given but got None. Leave it out for {one.default!r}.")
+        default = Parameter.empty if one.default is MISSING else one.default
+        checked = check_argument(one.name, value, types[one.name], default)
+        if checked is not value:
+            object.__setattr__(instance, one.name, checked)  # also in frozen classes
+        if "check" in one.metadata and value is not None:
+            one.metadata["check"](**{one.name: checked})
+
+
+def check_argument(name: str, value: object, hint: Any, default: object = Parameter.empty) -> Any:
+    """Return the value of an argument, a number of NumPy as a number of Python.
+
+    Raises:
+        TypeError: If the value does not fit the annotation.
+        ValueError: If the value is NaN, or not one of the words of a `Literal`.
+    """
+    if accepts(value, hint):
+        return to_plain(value)
+    words = words_of(hint) if isinstance(value, str) else []
+    if get_origin(hint) is Literal and words:
+        one_of(words, **{name: value})
+    error = ValueError if words or is_nan(value) else TypeError
+    raise error(explain(name, value, hint, default))
+
+
+def check_arguments(make: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
+    """Let a function, or ``__init__``, raise TypeError or ValueError if an argument does not fit its annotation.
+
+    Example:
+        >>> @check_arguments
+        ... def train(batch_size: int = 32) -> None: ...
+        >>> train(batch_size="16")
+        Traceback (most recent call last):
+        TypeError: Expected `batch_size` to be a whole number, but got "16". Use `batch_size=16`.
+    """
+    parameters = signature(make)
+
+    @cache
+    def types() -> dict[str, Any]:
+        return resolve_annotations(make.__annotations__, make.__module__)
+
+    @wraps(make)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
         try:
-            one.metadata["check"](**{one.name: value})
-        except TypeError as error:
-            raise TypeError(f"Expected `{one.name}` to be a number but got {_quoted(value)}.") from error
+            bound = parameters.bind(*args, **kwargs)
+        except TypeError:  # the call raises it again, with the name of the function
+            return make(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            one = parameters.parameters[name]
+            if name in types() and one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+                bound.arguments[name] = check_argument(name, value, types()[name], one.default)
+        return make(*bound.args, **bound.kwargs)
 
-
-def _is_whole(value: object) -> bool:
-    several = isinstance(value, Sequence) and not isinstance(value, str)
-    return all(isinstance(one, Integral) for one in (value if several else [value]))  # type: ignore[attr-defined]
-
-
-def _quoted(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return checked

@@ -26,7 +26,7 @@ from lightning_fcl.data.batches import Collate
 from lightning_fcl.data.data_module import TRANSFER_HOOKS
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import above, argument, at_least, check_fields, one_of, require
+from lightning_fcl.errors import above, argument, at_least, check_arguments, check_fields, one_of, require
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.hub.documents import reading
 from lightning_fcl.methods.functional import evaluating
@@ -53,6 +53,7 @@ class Pretrain(Callback):
         50
     """
 
+    @check_arguments
     def __init__(self, epochs: int = 50) -> None:
         at_least(1, epochs=epochs)
         self.epochs = epochs

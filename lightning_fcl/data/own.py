@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
@@ -15,18 +16,22 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_fcl.data.batches import Collate, fetch, plain_tensor
-from lightning_fcl.data.data_module import (
-    Parts,
-    agreed,
-    are_several,
-    take_apart,
-    with_worker_init,
-)
+from lightning_fcl.data.client_data import SPLITS, check_shapes, check_sizes, targets_in, targets_of_clients
+from lightning_fcl.data.data_module import Parts, agreed, are_several, take_apart, with_worker_init
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.samples import Joined, PublicData, Samples, name_of, of_public
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, named
-from lightning_fcl.data.targets import ItemsOf, as_array, number_labels, number_targets, place_of_target, targets_of
-from lightning_fcl.errors import listed, refuse_other_lightning
+from lightning_fcl.data.targets import (
+    ItemsOf,
+    SampleName,
+    as_array,
+    default_name,
+    number_labels,
+    number_targets,
+    place_of_target,
+    targets_of,
+)
+from lightning_fcl.errors import refuse_other_lightning
 
 if TYPE_CHECKING:
     from avalanche.benchmarks import CLScenario
@@ -48,9 +53,6 @@ else:
 _Own = AnyDataset | MapStyle | L.LightningDataModule
 Data = str | PublicData | Arrays | Samples | _Own | Mapping[str, _Own] | Sequence[_Own]
 """What a `FederatedStream` takes."""
-
-# What people and Hugging Face call the parts of a data set.
-_SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 
 
 class SizedItems(ItemsOf):
@@ -97,6 +99,7 @@ def of_anything(
     group: Any = None,
     classes: Sequence[str] | None = None,
     collate_fn: Collate = default_collate,
+    sample_name: SampleName = default_name,
 ) -> Samples:
     """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
@@ -111,13 +114,13 @@ def of_anything(
     targets: NDArray[Any] = np.empty(0)
     names: tuple[str, ...] = ()
     if y is not None:
-        targets, names = number_targets(y, classes if classes is None else tuple(classes))
+        targets, names = number_targets(y, classes if classes is None else tuple(classes), sample_name)
     elif isinstance(content, Dataset) and (classes is None or len(classes)):
         given = targets_of(content)
         parts = content.datasets if isinstance(content, ConcatDataset) else [content]
         told = {part.classes if isinstance(part, SizedItems) else None for part in parts}  # as Hugging Face does
         own = told.pop() if len(told) == 1 else None
-        targets, names = number_targets(given, own if classes is None else tuple(classes))
+        targets, names = number_targets(given, own if classes is None else tuple(classes), sample_name)
         content = number_labels(content, given, targets) if names else content
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
         raise ValueError(f"Expected a target for each of {size} samples but got {len(targets)}. Pass one for each.")
@@ -128,7 +131,12 @@ def of_anything(
 
 def _tensor(x: Any) -> Tensor:
     """Samples in memory as torch has them, those of half precision as single, which holds them."""
-    values = plain_tensor(x).cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
+    try:
+        values = plain_tensor(x).cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
+    except ValueError as error:
+        raise ValueError(
+            f"Expected `x` to have samples of one shape, but got: {error}. Convert the samples to one shape."
+        ) from error
     if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
         raise TypeError(
             f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}. Convert it, for example "
@@ -153,7 +161,12 @@ def _column(name: str, given: Any) -> NDArray[Any] | None:
 
 
 def samples_of(
-    data: object, classes: Sequence[str] | None = None, seed: int = 0, left_open: Collection[str] = (), y: Any = None
+    data: object,
+    classes: Sequence[str] | None = None,
+    seed: int = 0,
+    left_open: Collection[str] = (),
+    collate_fn: Collate | None = None,
+    y: Any = None,
 ) -> Samples:
     """Return the samples of whatever a stream takes as data.
 
@@ -162,13 +175,14 @@ def samples_of(
         classes: Names of the classes.
         seed: Seed of what data modules draw.
         left_open: Arguments of the stream on which the data modules of clients must agree.
+        collate_fn: That of the stream, if it has one.
         y: Targets in the structure of the data, see `FederatedStream`. None: items hold their targets.
     """
     if names_clients(data):
-        return _join_clients(data, classes, seed, left_open, y)
+        return _join_clients(data, classes, seed, left_open, collate_fn, y)
     if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
         parts = _parts_in(data, "for `data`", seed)
-        return _of_parts({"": parts}, classes, (), None if y is None else {"": _targets_in(y, parts, "`data`")})
+        return _of_parts({"": parts}, classes, (), None if y is None else {"": targets_in(y, parts, "`data`")})
     if not isinstance(data, str | PublicData | Arrays | Samples):
         return of_anything(data_set(data, "for `data`"), y, classes=classes)
     if y is not None:
@@ -188,6 +202,7 @@ def _join_clients(
     classes: Sequence[str] | None,
     seed: int,
     left_open: Collection[str],
+    collate_fn: Collate | None,
     y: Any,
 ) -> Samples:
     """Return the samples of a dataset, splits or a data module for each client, one client after the other."""
@@ -195,7 +210,10 @@ def _join_clients(
     if not named:
         raise ValueError("Expected `data` to have a data set for each client but got none.")
     parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in named.items()}
-    samples = _of_parts(parts, classes, left_open, None if y is None else _targets_of_clients(y, parts))
+    check_sizes(parts)
+    loading = next((loading for own in parts.values() for _, loading in own.values()), None)
+    check_shapes(parts, collate_fn or (loading.collate_fn if loading else default_collate))
+    samples = _of_parts(parts, classes, left_open, None if y is None else targets_of_clients(y, parts))
     numbers = all(isinstance(client, int) for client in parts)
     names = [client if numbers else str(client) for client in parts]
     sizes = [len(Joined(part for part, _ in own.values())) for own in parts.values()]
@@ -204,10 +222,10 @@ def _join_clients(
 
 def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
     """Whether data are named by splits, as those of a `DatasetDict` of Hugging Face are; other names are clients'."""
-    others = _SPLITS.keys() - {"train"}
+    others = SPLITS.keys() - {"train"}
     if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or others & data.keys()):
         return False
-    parts = [_SPLITS.get(name) for name in data]
+    parts = [SPLITS.get(name) for name in data]
     if None in parts or len(set(parts)) < len(parts):
         raise ValueError(
             f"Expected {whose} to have the splits train, validation and test, or clients of other names, but got "
@@ -221,40 +239,8 @@ def _parts_in(data: object, whose: str, seed: int) -> Parts:
     if isinstance(data, L.LightningDataModule):
         return take_apart(data, seed)
     if _names_splits(data, whose):
-        return {_SPLITS[name]: (data_set(part, f"for {name}"), None) for name, part in data.items()}
+        return {SPLITS[name]: (data_set(part, f"for {name}"), None) for name, part in data.items()}
     return {"train": (data_set(data, whose), None)}
-
-
-def _targets_of_clients(y: Any, clients: Mapping[Any, Parts]) -> dict[Any, dict[str, NDArray[Any]]]:
-    """Return the targets of each part of each client."""
-    named = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
-    if named is None or named.keys() != clients.keys():
-        got = type(y).__name__ if named is None else f"those of {listed(named) or 'none'}"
-        raise ValueError(
-            f"Expected `y` to have the targets of each client ({listed(clients)}), but got {got}. Pass a dict or a "
-            "list with the clients of `data`."
-        )
-    return {client: _targets_in(named[client], parts, f"client {client}") for client, parts in clients.items()}
-
-
-def _targets_in(y: Any, parts: Parts, whose: str) -> dict[str, NDArray[Any]]:
-    """Return the targets of each part: ``y`` is a dict of them, or those of the only part."""
-    given = {_SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
-    if given.keys() != parts.keys():
-        raise ValueError(
-            f"Expected `y` to have the targets of {listed(parts)} of {whose}, but got those of {listed(given)}. Pass a "
-            "dict with one array for each."
-        )
-    found = {}
-    for name, (data, _) in parts.items():
-        found[name], size = as_array(given[name]), len(data)  # type: ignore[arg-type]  # map-style
-        if found[name].shape[:1] != (size,):
-            got = len(found[name]) if found[name].ndim else "a single value"
-            raise ValueError(
-                f"Expected `y` to have {size} targets for the {name} samples of {whose}, but got {got}. Pass one for "
-                "each sample, in their order."
-            )
-    return found
 
 
 def _of_parts(
@@ -264,11 +250,19 @@ def _of_parts(
     y: Mapping[Any, Mapping[str, NDArray[Any]]] | None = None,
 ) -> Samples:
     pieces = [(part, data) for parts in clients.values() for part, (data, _) in parts.items()]
+    owners = [client for client, parts in clients.items() for _ in parts]
     each = ((part, data, loading) for parts in clients.values() for part, (data, loading) in parts.items())
     loaders = with_worker_init(agreed(clients, left_open), each)
     collate_fn = loaders["train"].collate_fn if loaders else default_collate
     given = None if y is None else np.concatenate([y[c][part] for c, parts in clients.items() for part in parts])
-    whole = of_anything(Joined([data for _, data in pieces]), given, classes=classes, collate_fn=collate_fn)
+    everything = Joined([data for _, data in pieces])
+
+    def sample_name(number: int) -> str:
+        piece = bisect_right(everything.cumulative_sizes, number)
+        place = number - (everything.cumulative_sizes[piece - 1] if piece else 0)
+        return f"{pieces[piece][0]} sample {place}" + (f" of client {owners[piece]}" if len(clients) > 1 else "")
+
+    whole = of_anything(everything, given, classes=classes, collate_fn=collate_fn, sample_name=sample_name)
     of = np.repeat([part for part, _ in pieces], [len(data) for _, data in pieces])  # type: ignore[arg-type]
     validation, test = (of == part if (of == part).any() else None for part in ("validation", "test"))
     samples = replace(whole, validation=validation, test=test, loaders=loaders, divided=True)

@@ -18,11 +18,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default
 from lightning_fcl.data.batches import Collate, Loading, as_it_is, fetch
 from lightning_fcl.data.data_module import SampledRows
 from lightning_fcl.data.datasets import Arrays, load_dataset
-from lightning_fcl.data.datasets.arrays import Measurement
+from lightning_fcl.data.datasets.arrays import Measurement, check_scale
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.origins import origins_of
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.data.targets import Numbered
+from lightning_fcl.data.targets import Numbered, check_targets
 from lightning_fcl.randomness import seed_of
 
 
@@ -72,6 +72,13 @@ class Samples:
     name: str = "the data"
     divided: bool = False
     unmapped: Samples | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if targets are not finite, or mean and standard deviation cannot normalize samples."""
+        check_targets(self.targets)
+        if self.scale is not None and isinstance(self.x, Tensor):
+            mean, std = (part.numpy() for part in self.scale)
+            check_scale(mean, std, tuple(self.x.shape[1:]))
 
     def __len__(self) -> int:
         return len(self.x)  # type: ignore[arg-type]  # a map-style data set has a length

@@ -12,7 +12,7 @@ from lightning_fcl.data.origins import check_apart, warn_of_equal
 from lightning_fcl.data.partition import IID, Partition
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan, Pool, Scenario, split, views
-from lightning_fcl.errors import did_you_mean, listed
+from lightning_fcl.errors import check_fields, did_you_mean, listed
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class Split:
     test: float | Literal["official"] | list[str] = 0.2
     validation: float | Literal["official"] | list[str] = 0.0
     train_clients: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def parts(self, samples: Samples, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
         """The training, validation and test samples.
@@ -146,8 +149,6 @@ def draw(
             test="official" if samples.divided and samples.test is not None else Split.test,
             validation="official" if samples.divided and samples.validation is not None else Split.validation,
         )
-    if not isinstance(division, Split):
-        raise TypeError(f"Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got {division!r}.")
     check_classes(samples, scenario, partition)
     rng, y = np.random.default_rng([seed, 0]), samples.labels
     domains, group = np.unique(samples.group, return_inverse=True) if samples.group is not None else ((), None)
@@ -163,6 +164,12 @@ def draw(
         # All in one array: of many clients, copies would take most of the memory.
         pool = replace(pool, clients=views(list(parts), pool.train[rows], counts))
     plan = scenario.plan(pool, seed)
+    if unnamed := [client for client in plan.clients if not client.strip()]:
+        number = plan.samples_of(unnamed[0])
+        raise ValueError(
+            f'Expected a name for every client, but got "{unnamed[0]}" for the client of {number} samples. Rename the '
+            "client, or drop these samples."
+        )
     _check_no_leakage(samples, plan, scenario)
     if reserved := {"server", "clients"} & set(plan.clients):
         raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')

@@ -26,7 +26,7 @@ from lightning_fcl.data.samples import Samples, loader_of, name_of, normalised, 
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, named
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import at_least, check_arguments
 from lightning_fcl.randomness import global_seed
 
 register_strategy()
@@ -68,6 +68,7 @@ class FederatedStream(L.LightningDataModule):
         (5, ('0', '1', '2'))
     """
 
+    @check_arguments
     def __init__(
         self,
         data: Data = "digits",
@@ -117,6 +118,7 @@ class FederatedStream(L.LightningDataModule):
         self.y: IntArray = EMPTY  # the class of each sample, as the scenario numbers them, where targets are classes
 
     @classmethod
+    @check_arguments
     def from_arrays(
         cls,
         x: Any,
@@ -161,6 +163,7 @@ class FederatedStream(L.LightningDataModule):
         return stream
 
     @classmethod
+    @check_arguments
     def from_avalanche(
         cls, benchmark: Benchmark, scenario: Scenario | str | None = None, **kwargs: Any
     ) -> FederatedStream:
@@ -205,7 +208,7 @@ class FederatedStream(L.LightningDataModule):
             if self.trainer is None or self.trainer.state.fn is None:  # otherwise Lightning has, in one process
                 self.prepare_data()
             left_open = [*self.left_open, *(["collate_fn"] if self.collate_fn is None else [])]
-            samples = samples_of(self.data, self._classes, self.seed, left_open, self._targets)
+            samples = samples_of(self.data, self._classes, self.seed, left_open, self.collate_fn, self._targets)
             samples, self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
             self.hold(samples)
             self._torn_down = False

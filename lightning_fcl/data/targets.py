@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,20 +23,24 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 _FETCHED = 64  # items that are read at once, if a dataset can do so
 _COMPARED = 100  # items whose targets are compared with what a data set tells of them, beside one of each label
 
+SampleName = Callable[[int], str]
+"""Returns the name of a sample for messages."""
 
-def number_targets(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample."""
+
+def default_name(number: int) -> str:
+    return f"sample {number}"
+
+
+def number_targets(
+    y: Any, classes: Sequence[str] | None, sample_name: SampleName = default_name
+) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Return targets as an array, and the names of their classes: none if the targets are not labels."""
     given = as_array(y)
-    if given.dtype.kind == "O":
-        wrong = np.array([not isinstance(value, str) for value in given.ravel()])
-    else:
-        wrong = ~np.isfinite(given).ravel() if given.dtype.kind == "f" else np.zeros(0, dtype=bool)
-    if wrong.any():
-        first = int(wrong.argmax())
+    check_targets(given, sample_name)
+    if given.shape[1:] == (1,) and classes != () and (classes or given.dtype.kind != "f"):
         raise ValueError(
-            f"Expected `y` to hold a target for each sample but got {given.ravel().tolist()[first]!r} in place {first} "
-            f"(and {int(wrong.sum())} such values in all). Mend or drop these samples first, pass targets as `y`, or "
-            "`classes=()` if they are none."
+            f"Expected `y` to be labels of shape ({len(given)},), but got shape ({len(given)}, 1). Remove the last "
+            "axis, as `y.squeeze(-1)` does, or pass `classes=()` for targets that are not classes."
         )
     numeric, floating = given.dtype.kind in "biuf", given.dtype.kind == "f"
     whole = not floating or (bool(classes) and bool((given == np.floor(given)).all()))
@@ -53,6 +57,29 @@ def number_targets(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any],
             f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}. Leave `classes` out."
         )
     return given.astype(np.float32) if given.dtype == np.float16 else given, ()
+
+
+def check_targets(targets: NDArray[Any], sample_name: SampleName = default_name) -> None:
+    """Raise ValueError if a sample has no target, or a target that is not finite.
+
+    Args:
+        targets: Target of each sample, shape (n, ...).
+        sample_name: Returns the name of a sample for messages.
+    """
+    if targets.dtype.kind == "O":
+        wrong = np.array([not isinstance(value, str) for value in targets.ravel()], dtype=bool)
+    elif targets.dtype.kind == "f":
+        wrong = ~np.isfinite(targets).ravel()
+    else:
+        return
+    if wrong.any():
+        unless = ", or `classes=()` if the values are not targets" if targets.dtype.kind == "O" else ""
+        first, number = int(wrong.argmax()), int(wrong.reshape(len(targets), -1).any(axis=1).sum())
+        raise ValueError(
+            f"Expected `y` to have a finite target for each sample, but got {targets.ravel().tolist()[first]!r} for "
+            f"{sample_name(first // (targets.size // len(targets)))} ({number} of {len(targets)} samples have such "
+            f"values). Correct or drop these samples, or pass other targets as `y`{unless}."
+        )
 
 
 def as_array(values: Any) -> NDArray[Any]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lightning_fcl import __version__
 from lightning_fcl.data.batches import joined
 from lightning_fcl.data.data_module import lend_hooks, refuse_hooks
+from lightning_fcl.data.datasets.arrays import check_scale
 from lightning_fcl.data.datasets.files import ANY, check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
 from lightning_fcl.data.own import samples_of
@@ -98,6 +99,8 @@ def read_data(where: str | Path) -> OwnData:
                 return OwnData(samples_of(module), module=module)
         raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {where}")
     except (OSError, ValueError, ImportError, AttributeError) as error:
+        if str(error).startswith("Expected `"):
+            raise RefusedError(f"Expected usable data of this node at {where}. {error}") from error
         raise RefusedError(
             f"Expected the data of this node at {where} but {str(error).rstrip('.')}. Name an .npz file, a folder "
             'of images, or a DataModule, in its node config: --node-config \'client="a" data="a.npz"\'.'
@@ -133,7 +136,11 @@ def _read_file(path: Path) -> OwnData:
         y = numbers_of(y, classes, "the labels of its data")
     elif y.dtype.kind in "biu" and y.ndim == 1:
         raise ValueError("`y` holds numbers, which may be others elsewhere: write the names of classes, as text")
-    scale = (torch.from_numpy(read["mean"]), torch.from_numpy(read["std"])) if {"mean", "std"} <= {*read} else None
+    scale = None
+    if "mean" in read or "std" in read:
+        mean, std = (read[name].astype(np.float32) if name in read else None for name in ("mean", "std"))
+        check_scale(mean, std, tuple(x.shape[1:]))
+        scale = (torch.from_numpy(mean), torch.from_numpy(std))
     samples = Samples(x, y, classes, group=read.get("group"), scale=scale)
     rounds = read["rounds"].astype(bool) if "rounds" in read else None
     return OwnData(samples, rounds, read.get("part"))

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_fcl.device.footprint import Footprint, measure
 from lightning_fcl.device.trace import Layer
-from lightning_fcl.errors import above, at_least, did_you_mean, one_of, require
+from lightning_fcl.errors import above, at_least, check_fields, did_you_mean, one_of, require
 from lightning_fcl.evaluation.table import markdown_table
 from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.speeds import Speeds
@@ -61,6 +61,7 @@ class Device:
     voltage_mv: float = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         numbers = {
             name: vars(self)[name] for name in ("power_mw", "samples", "latency_ms", "fp32_macs", "int8_per_fp32")
         }
@@ -95,6 +96,7 @@ class Medium:
     source: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         above(0, bytes=self.bytes, seconds=self.seconds)
 
     def time(self, size: int) -> float:

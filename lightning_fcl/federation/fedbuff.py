@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import at_least, check_arguments
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import ClientState
 from lightning_fcl.federation.reductions import Mean, Reduction
@@ -79,6 +79,7 @@ class FedBuff(Schedule):
 
     time = "at any time"
 
+    @check_arguments
     def __init__(self, speeds: Speeds, buffer_size: int, staleness_exponent: float = 0.5) -> None:
         super().__init__(speeds)
         at_least(1, buffer_size=buffer_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_fcl.annotations import is_nan, is_number
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.reductions import State
 
@@ -42,7 +44,27 @@ arguments.
         ) from error
     if not isinstance(made, Optimizer):
         raise ValueError(f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(made).__name__}.")
+    check_optimizer(made)
     return made
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ValueError if a setting of an optimizer is NaN, or a learning rate is infinite.
+
+    Example:
+        >>> check_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float("nan")))
+        Traceback (most recent call last):
+        ValueError: Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, such as `lr=0.01`.
+    """
+    for values in group_values(optimizer):
+        for name, value in values.items():
+            if is_nan(value) or (name == "lr" and is_number(value) and not math.isfinite(value)):
+                number = 0.01 if name == "lr" else optimizer.defaults.get(name)
+                usable = 0.0 if number is None or is_nan(number) else number
+                raise ValueError(
+                    f"Expected `{name}` of `{type(optimizer).__name__}` to be a finite number, but got {value}. Use a "
+                    f"finite number, such as `{name}={usable}`."
+                )
 
 
 def settings_of(made: Optimizer | LRScheduler) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import at_least, quoted
+from lightning_fcl.errors import at_least, check_arguments, quoted
 from lightning_fcl.federation.exact import CohortSums, ExactSum, round_to
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State
 
@@ -96,6 +96,7 @@ class TrimmedMean(Reduction):
 
     name = "trimmed_mean"
 
+    @check_arguments
     def __init__(self, trim: float = 0.1) -> None:
         trimmed_mean(torch.zeros(1), trim)  # looks at the range
         self.trim = trim
@@ -113,6 +114,7 @@ class Krum(Reduction):
 
     name = "krum"
 
+    @check_arguments
     def __init__(self, byzantine: int = 0) -> None:
         at_least(0, byzantine=byzantine)
         self.byzantine = byzantine

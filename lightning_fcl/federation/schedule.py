@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.errors import above, at_least
+from lightning_fcl.errors import above, at_least, check_arguments
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
@@ -143,6 +143,7 @@ class Deadline(Schedule):
         ['3']
     """
 
+    @check_arguments
     def __init__(self, speeds: Speeds, seconds: float | None = None, goal: int | None = None) -> None:
         super().__init__(speeds)
         if seconds is not None:

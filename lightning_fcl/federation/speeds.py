@@ -14,7 +14,7 @@ from statistics import NormalDist
 from typing import Any
 
 from lightning_fcl.data.datasets.files import read_lines
-from lightning_fcl.errors import listed
+from lightning_fcl.errors import check_arguments, listed
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.randomness import seed_of
 
@@ -98,6 +98,7 @@ class Speeds:
         1.5
     """
 
+    @check_arguments
     def __init__(
         self,
         seconds_per_sample: float | None = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_fcl.errors import check_arguments
 from lightning_fcl.randomness import seed_of
 
 
@@ -31,6 +32,7 @@ class Swarm:
         (set(), {'node1'}, 'node2')
     """
 
+    @check_arguments
     def __init__(
         self,
         dropout: float = 0.0,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fcl.errors import check_arguments
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.ranks import Ranks
 
@@ -65,6 +66,7 @@ class TopK(Compression):
         (80, 2125)
     """
 
+    @check_arguments
     def __init__(self, fraction: float = 0.1, bits: int | None = None) -> None:
         if not 0 < fraction <= 1:
             raise ValueError(f"Expected `fraction` to be above 0 and up to 1 but got {fraction}.")
@@ -107,6 +109,7 @@ class Quantize(Compression):
         1004
     """
 
+    @check_arguments
     def __init__(self, bits: int = 8) -> None:
         self.bits = _checked(bits)
 

@@ -90,8 +90,6 @@ class Declaration:
         check_fields(self)
         if not isinstance(self.clients, str):
             self.clients = [str(client) for client in self.clients]
-        elif self.clients not in ("all", "unbalanced"):
-            raise ValueError(f'Expected `clients` to be "all", "unbalanced" or a list of ids but got `{self.clients}`.')
         self.memory: Memory = {}  # of a plain Trainer's only client
         self.fits = 0  # experiences of a plain Trainer
         self.server_entries: State = {}  # what the server keeps for the method, in a plain Trainer

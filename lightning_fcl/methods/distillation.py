@@ -114,8 +114,8 @@ class FLwF(FLwF2T):
     beta: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.beta = 1 - self.alpha
         super().__post_init__()
+        self.beta = 1 - self.alpha
 
 
 @dataclass(eq=False)

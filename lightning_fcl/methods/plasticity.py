@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import at_least, check_arguments
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, Server
@@ -49,6 +49,7 @@ class IntrinsicPlasticity(Method):
         0.01
     """
 
+    @check_arguments
     def __init__(
         self,
         sigma: float = 0.1,

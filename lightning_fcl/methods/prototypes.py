@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import at_least, one_of
+from lightning_fcl.errors import at_least, check_arguments, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.exact import ExactSums
@@ -130,6 +130,7 @@ class FedProto(Method):
     needs: ClassVar[Needs] = Needs(samples=True, features=True, tensors=True)
     reductions: ClassVar[Rules] = {"sums": ClassSums()}
 
+    @check_arguments
     def __init__(
         self, strength: float = 1.0, predict: Literal["nearest", "head"] = "nearest", clients: Clients = "all"
     ) -> None:
@@ -204,6 +205,7 @@ class ICaRL(LwF):
     accumulates: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"sums": ClassSums()}
 
+    @check_arguments
     def __init__(
         self, max_size: int = 200, strength: float = 1.0, temperature: float = 2.0, clients: Clients = "all"
     ) -> None:

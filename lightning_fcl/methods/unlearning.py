@@ -10,7 +10,7 @@ import torch
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import check_clients
+from lightning_fcl.errors import check_arguments, check_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
@@ -43,6 +43,7 @@ class Unlearning(Method):
 
     needs: ClassVar[Needs] = Needs(federation="call `RidgeReadout.remove` with the statistics that are to go")
 
+    @check_arguments
     def __init__(self, requests: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.requests = {str(client): round for client, round in (requests or {}).items()}

@@ -17,7 +17,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 import torch
 from torch import nn
 
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.annotations import accepts, to_plain
+from lightning_fcl.errors import check_arguments, did_you_mean
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made", bound="Described")
@@ -33,6 +34,8 @@ class Described(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls) and cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            setattr(cls, "__init__", check_arguments(cls.__init__))  # noqa: B010 # mypy rejects an assignment
         signature = inspect.signature(cls.__init__)
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -44,6 +47,7 @@ class Described(nn.Module):
 
 def described(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
     """A function that makes a network, which then is described as made by it."""
+    make = check_arguments(make)
 
     @wraps(make)
     def making(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
@@ -56,6 +60,7 @@ def described(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
 def plain_description(value: object) -> Any:
     """An argument as plain data; what cannot be made again is told by its class alone."""
+    value = to_plain(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Described):
@@ -167,7 +172,7 @@ def _cast(value: Any, hint: Any) -> Any:
     elif origin is not None:
         fits = isinstance(value, origin) and not isinstance(value, str)
     elif hint in (int, float):
-        fits = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+        fits = accepts(value, hint)
     else:
         fits = isinstance(value, hint) if isinstance(hint, type) else True
     if not fits:

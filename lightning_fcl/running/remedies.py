@@ -8,13 +8,16 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pkgutil import resolve_name
+from typing import Any
 
 import lightning.pytorch as L
 import torch
+import yaml
 from jsonargparse import ArgumentError, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks, loggers
 
+from lightning_fcl.annotations import accepts, argument_types, explain
 from lightning_fcl.data.partition import Partition
 from lightning_fcl.data.scenarios import Scenario
 from lightning_fcl.data.stream import FederatedStream
@@ -36,6 +39,8 @@ _CALLED = re.compile(r"Option '(\w+)' is not accepted\. Got value: Namespace\(.*
 _KEY = re.compile(r"(?:(?:Group '([\w.]+)' )?does not accept option '|unrecognized arguments: --)([\w.+]+)")
 _SHORTHAND = re.compile(r"is not accepted.*Given value: (\[?\{'([\w.]+\.\w+)': \{.*)$")
 _UNLIKE = re.compile(r'.*Parser key "([\w.]+)": (?:Does not validate.*?Errors: - )?(.*?(?:Given|Got) value: \S+)')
+_VALUE = re.compile(r'(?:Given|Got) value: (?:"([^"]*)"|([^\s\[{"]\S*))')
+_CLASS_PATH = re.compile(r"class_path '([\w.]+)': $")
 _NAME = re.compile(r"You selected an invalid \w+ name: `\w+='(\w+)'`")
 _METRIC = re.compile(r"(?:conditioned on metric `|monitor=')(.*?)['`]\)?`? (?:which is not|could not find)(.*)", re.S)
 _LIGHTNING = {
@@ -108,7 +113,25 @@ def remedy(message: str) -> str:
         return f"Expected a recipe to hold settings by name, as in trainer: {{max_epochs: 3}}, but got {got}."
     if found := _SHORTHAND.search(text):
         return f"Expected {{class_path: {found[2]}, init_args: {{...}}}} but got {found[1]}."
+    if said := _wrong_type(text):
+        return said
     return f"{found[1]}: {found[2]}" if (found := _UNLIKE.match(text)) else message
+
+
+def _wrong_type(text: str) -> str:
+    """Return the message that Python would give about a value of another type; empty if the argument is not found."""
+    before, _, rest = text.rpartition('Parser key "')
+    key, _, reason = rest.partition('": ')
+    value, path = _VALUE.search(reason), _CLASS_PATH.search(before)
+    owner = resolve_name(path[1]) if path else FederatedStream if re.fullmatch(r"data\.\w+", key) else None
+    if owner is None or value is None:
+        return ""
+    name = key.rpartition(".")[2]
+    hint, default = argument_types(owner).get(name, (Any, None))
+    written = value[1] or value[2]
+    read = yaml.safe_load(written)
+    given = written if accepts(read, hint) else read  # a number that is accepted was written as a string
+    return "" if accepts(given, hint) else explain(name, given, hint, default)
 
 
 def refused_by_lightning(message: str) -> str:

@@ -27,11 +27,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
 from lightning_fcl.data.attached import callbacks_of, refuse_transfer_hook, stream_of
+from lightning_fcl.data.data_module import modules_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import at_least, did_you_mean, quoted, warn_of_one
+from lightning_fcl.errors import at_least, did_you_mean, quoted, refuse_other_lightning, warn_of_one
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle, Reason
+from lightning_fcl.federation.optimizers import check_optimizer
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.swarm import Swarm
@@ -80,19 +82,10 @@ def check_settings(
     at_least(1, local_epochs=local_epochs)
     if cohort_size != "auto" and cohort_size < 1:
         raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
-    if compression is not None and not isinstance(compression, Compression):
-        raise TypeError(
-            f"Expected `compression` to be a `Compression`, such as `TopK(0.1)`, or None but got {compression!r}."
-        )
     if compression is not None and swarm is not None and (swarm.dropout or swarm.missing):
         raise ValueError(
             f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: "
             "who has missed a synchronisation knows no server state that its update could refer to. Leave one out."
-        )
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"Expected `schedule` to be a `Schedule`, such as `Deadline(Speeds(0.01), 30)`, or None but got "
-            f"{schedule!r:.100}."
         )
     if schedule is not None:
         schedule.check(compression)
@@ -124,6 +117,9 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise ValueError(
             "Expected an optimizer but `configure_optimizers` returned none. Return one, over all that learns."
         )
+    for optimizer in trainer.optimizers:
+        check_optimizer(optimizer)
+    check_reloads(trainer)
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     if any(config.reduce_on_plateau for config in by_step):
         raise ValueError(
@@ -165,6 +161,34 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"and {every}: within a round there is no server state to validate. Use `check_val_every_n_epoch`."
         )
     at_least(1, check_val_every_n_epoch=every)
+
+
+def check_reloads(trainer: L.Trainer) -> None:
+    """Raise ValueError if loaders of a data module are to be made again: clients' samples are planned once."""
+    stream, every = stream_of(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    found = modules_of(stream.data) if stream is not None and every else []
+    if found:
+        raise ValueError(
+            f"Expected `reload_dataloaders_every_n_epochs=0` for the data of `{type(found[0]).__name__}`, but got "
+            f"{every}: its loaders are made once, because all rounds are planned before the first one. Leave the "
+            "argument out. If samples change between rounds, pass their `group` to `FederatedStream.from_arrays`, with "
+            "`scenario=DomainIncremental()`."
+        )
+
+
+def check_parts(trainer: L.Trainer) -> None:
+    """Raise TypeError if a callback or the data module is a class, or is of the package `pytorch_lightning`."""
+    callbacks, data = callbacks_of(trainer), trainer.datamodule  # type: ignore[attr-defined]
+    for name, part in [*(("callbacks", one) for one in callbacks), ("datamodule", data)]:
+        if isinstance(part, type):
+            # Lightning calls `on_exception` of all parts, which a class raises another error from.
+            callbacks[:] = [one for one in callbacks if not isinstance(one, type)]
+            trainer.datamodule = None if isinstance(data, type) else data  # type: ignore[attr-defined]
+            raise TypeError(
+                f"Expected `{name}` to be {'objects' if name == 'callbacks' else 'an object'}, but got the class "
+                f"`{part.__name__}`. Use `{part.__name__}(...)`."
+            )
+    refuse_other_lightning(data, *callbacks)
 
 
 def check_module(module: L.LightningModule) -> None:

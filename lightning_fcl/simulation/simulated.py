@@ -30,8 +30,14 @@ from lightning_fcl.simulation.round import Round, methods_first
 
 
 def begin_schedule(federation: Federation) -> None:
-    """Tell the schedule, if there is one, of the stream and of the sizes of messages."""
+    """Begin the schedule, if there is one, with the stream and the sizes of messages.
+
+    Raises:
+        ValueError: If nobody has enough samples in a round, or sums of experiences need other clients.
+    """
     check_sums(federation)
+    if federation.strategy.new_round is simulated:  # nodes of a deployment report in each round whether they can train
+        federation.participation.check_samples(federation.stream.plan, federation.module.trainer.max_epochs or 0)
     schedule, server = federation.participation.schedule, federation.server
     if schedule is None:
         return

@@ -22,7 +22,7 @@ from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.errors import one_of, refuse_other_lightning, warn_of_other_lightning
+from lightning_fcl.errors import check_arguments, one_of, warn_of_other_lightning
 from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.obstacles import Obstacle
@@ -42,7 +42,14 @@ from lightning_fcl.simulation.client_steps import take_over_steps, take_step
 from lightning_fcl.simulation.counters import ClientCounters
 from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
 from lightning_fcl.simulation.hooks import FitHooks, TrainerLimits, common_batches
-from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, require_begun
+from lightning_fcl.simulation.limits import (
+    check_module,
+    check_parts,
+    check_ranks,
+    check_settings,
+    check_trainer,
+    require_begun,
+)
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.simulated import begin_schedule, simulated
@@ -91,7 +98,7 @@ class FederatedStrategy(RanksStrategy):
 
     Raises:
         ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
-        TypeError: If ``compression`` or ``schedule`` is something else.
+        TypeError: If an argument is not of its type.
 
     Example:
         >>> import lightning as L
@@ -102,6 +109,7 @@ class FederatedStrategy(RanksStrategy):
 
     strategy_name = "federated"
 
+    @check_arguments
     def __init__(
         self,
         participation: int | float = 1.0,  # jsonargparse takes the first type that fits: 3 is a number, 0.3 a share
@@ -187,9 +195,9 @@ class FederatedStrategy(RanksStrategy):
     def connect(self, model: L.LightningModule) -> None:
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
+        check_parts(model.trainer)
         self.connected = True
         callbacks = callbacks_of(model.trainer)
-        refuse_other_lightning(model.trainer.datamodule, *callbacks)  # type: ignore[attr-defined]
         if self._hooks not in callbacks:
             callbacks.insert(0, self._hooks)
 
@@ -254,9 +262,6 @@ class FederatedStrategy(RanksStrategy):
                 self._fits = self.optimizers
                 self.clients_at_once = federation.trainer.clients_at_once
                 self.why_one_at_a_time = federation.why_one_at_a_time
-                if self.new_round is simulated:  # nodes of a deployment tell in each round whether they have samples
-                    plan, rounds = federation.stream.plan, federation.module.trainer.max_epochs or 0
-                    federation.participation.check_samples(plan, rounds)
                 begin_schedule(federation)
                 check_ranks(federation, self.ranks.number)
                 check_alike(self.ranks, fingerprint_of(federation))

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lightning_fcl.errors import at_least, did_you_mean
+from lightning_fcl.errors import at_least, check_arguments, did_you_mean
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.models.described import Described, rebuild
@@ -60,6 +60,7 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
     return load_folder(folder_of(name), model, check)
 
 
+@check_arguments
 def create_model(
     name: str,
     pretrained: bool = False,

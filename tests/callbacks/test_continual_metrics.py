@@ -159,7 +159,7 @@ def test_counts_add_up_over_batches(fit, make_stream, make_task):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"clients": "some"}, 'Expected `clients` to be "all", "none" or a list of ids but got "some".'),
+        ({"clients": "some"}, 'Expected `clients` to be "all", "none" or a list of strings, but got "some".'),
         ({"clients": ["seven"]}, "Expected `clients` of the stream's clients (0, 1, 2) but got seven"),
         ({"on": "train"}, 'Expected `on` to be "test" or "validation" but got "train".'),
         ({"on": "validation"}, "Expected the stream's `validation` to be above 0 but got no validation samples to mea"),

@@ -175,9 +175,11 @@ def test_targets_that_are_none_are_not_read():
     assert stream_of(Unread(X), Stationary(), classes=()).plan.rounds == 1
 
 
-@pytest.mark.parametrize("remedy", ["pass targets as `y`", "`classes=\\(\\)` if they are none"])
+@pytest.mark.parametrize("remedy", ["pass other targets as `y`", "`classes=\\(\\)` if the values are not targets"])
 def test_some_targets_that_are_missing_have_a_remedy(remedy):
-    with pytest.raises(ValueError, match=f"Expected `y` to hold a target for each sample but got None.*{remedy}"):
+    with pytest.raises(
+        ValueError, match=f"Expected `y` to have a finite target for each sample, but got None.*{remedy}"
+    ):
         stream_of(Indexed([(x, None if y else "a") for x, y in zip(X, Y, strict=True)]))
 
 

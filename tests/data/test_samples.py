@@ -316,7 +316,9 @@ def test_names_of_classes_number_labels_that_are_names():
 @pytest.mark.parametrize("labels", [[0.0, 1.0, np.nan], np.array(["a", "b", None], dtype=object), [0.0, np.inf, 1.0]])
 def test_missing_labels_are_refused(labels):
     x, y = items(labels, 12, "arrays")
-    message = r"^Expected `y` to hold a target for each sample but got (nan|None|inf) in place [12] \(and 4 such values"
+    message = (
+        r"^Expected `y` to have a finite target for each sample, but got (nan|None|inf) for sample [12] \(4 of 12 "
+    )
     with pytest.raises(ValueError, match=message):
         FederatedStream.from_arrays(x, y)
 

@@ -272,10 +272,6 @@ WRONG = [
         {"scenario": ClassIncremental(class_order={c: range(10) for c in "012x"}), "partition": IID(3)},
         "Expected `class_order` of the stream's clients (0, 1, 2) but got x.",
     ),
-    (
-        {"split": Split(test="offical")},
-        'Expected `test` to be a fraction, "official" or a list of owners but got "offical". Did you mean official?',
-    ),
     ({"split": Split("official")}, 'Expected `test` to be a fraction but got "official", which digits has not.'),
     (
         {"scenario": "FLwF", "split": Split(0.3)},
@@ -287,14 +283,20 @@ WRONG = [
         "Expected no `partition` for `FedViTScenario`, which draws the samples of clients itself, but got iid. Leave ",
     ),
 ]
+SCENARIO, PARTITION = (
+    "Expected `scenario` to be a `Scenario`, a string or None",
+    "Expected `partition` to be a `Partition`",
+)
 OF_ANOTHER_KIND = [
-    ({"scenario": DomainIncremental}, SCENARIOS),
-    ({"scenario": {"class_path": "FLwFScenario"}}, SCENARIOS),
-    ({"scenario": IID(3)}, SCENARIOS),
-    ({"partition": ClassIncremental()}, PARTITIONS),
-    ({"split": 0.2}, "Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got 0.2."),
+    (
+        {"scenario": DomainIncremental},
+        "Expected `scenario` to be an object, but got the class `DomainIncremental`. Use `scenario=DomainIncr",
+    ),
+    ({"scenario": {"class_path": "FLwFScenario"}}, SCENARIO),
+    ({"scenario": IID(3)}, SCENARIO),
+    ({"partition": ClassIncremental()}, PARTITION),
+    ({"split": 0.2}, "Expected `split` to be a `Split` or None, but got 0.2. Leave it out."),
     ({"data": np.zeros((3, 2))}, "Expected a map-style data set for `data` but got a ndarray. `FederatedStream.from"),
-    ({"scenario": ClassIncremental(class_order="ascending")}, "Expected `class_order` to be a list of names or"),
 ]
 
 
@@ -305,6 +307,29 @@ OF_ANOTHER_KIND = [
 def test_wrong_arguments(error, options, message):
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         FederatedStream(**options).setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "message"),
+    [
+        (
+            Split,
+            {"test": "offical"},
+            ValueError,
+            'a number, "official" or a list of strings, but got "offical". Use `test=',
+        ),
+        (Split, {"validation": "0.2"}, ValueError, 'a list of strings, but got "0.2". Use `validation=0.2`.'),
+        (
+            ClassIncremental,
+            {"class_order": "ascending"},
+            TypeError,
+            "a dict of lists of whole numbers or strings or None",
+        ),
+    ],
+)
+def test_wrong_arguments_of_parts(kind, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        kind(**options)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(ClassIncremental, "rounds_per_experience"), (Stationary, "rounds")])

@@ -117,7 +117,8 @@ def test_data_that_do_not_fit_are_refused(tmp_path):
 def test_damaged_data_are_refused_or_the_same(tmp_path):
     path, rng = tmp_path / "own.npz", np.random.default_rng(0)
     columns = {"y": np.array(list("abab")), "group": np.array(list("nsns")), "rounds": np.eye(4, dtype=bool)}
-    np.savez_compressed(path, x=rng.integers(255, size=(4, 3, 2, 2), dtype=np.uint8), **columns, mean=np.zeros(3))
+    scale = {"mean": np.zeros((3, 1, 1)), "std": np.ones((3, 1, 1))}
+    np.savez_compressed(path, x=rng.integers(255, size=(4, 3, 2, 2), dtype=np.uint8), **columns, **scale)
     content = path.read_bytes()
 
     def found(changed):

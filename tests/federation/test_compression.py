@@ -295,14 +295,12 @@ def test_swarms(fit, make_stream, make_task):
 
 
 def test_refusals():
-    for fraction in (0, 1.1, float("nan")):
+    for fraction in (0, 1.1):
         with pytest.raises(ValueError, match=f"`fraction` to be above 0 and up to 1 but got {fraction}"):
             TopK(fraction)
     for make in (Quantize, lambda bits: TopK(0.1, bits)):
         with pytest.raises(ValueError, match="`bits` to be a whole number between 2 and 16 but got 1"):
             make(1)
-    for what in ("topk", TopK):
-        with pytest.raises(
-            TypeError, match=f"to be a `Compression`, such as `TopK\\(0.1\\)`, or None but got {re.escape(repr(what))}"
-        ):
+    for what, message in (("topk", 'a `Compression` or None, but got "topk"'), (TopK, "Use `compression=TopK()`")):
+        with pytest.raises(TypeError, match=re.escape(message)):
             FederatedStrategy(compression=what)

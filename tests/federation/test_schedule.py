@@ -80,8 +80,8 @@ def test_who_has_no_data_is_skipped(plan):
     [
         (lambda: Deadline(Speeds(1.0), seconds=0), ValueError, "Expected `seconds` to be above 0 but got 0"),
         (lambda: Deadline(Speeds(1.0), goal=0), ValueError, "Expected `goal` to be at least 1 but got 0"),
-        (lambda: Deadline({"a": 1}), TypeError, "Expected `speeds` to be `Speeds`"),
-        (lambda: FedBuff(0.1, 3), TypeError, "Expected `speeds` to be `Speeds`"),
+        (lambda: Deadline({"a": 1}), TypeError, "Expected `speeds` to be a `Speeds`, but got"),
+        (lambda: FedBuff(0.1, 3), TypeError, "Expected `speeds` to be a `Speeds`, but got"),
         (lambda: FedBuff(Speeds(1.0), 0), ValueError, "Expected `buffer_size` to be at least 1 but got 0"),
         (lambda: FedBuff(Speeds(1.0), 3, -1), ValueError, "Expected `staleness_exponent` to be at least 0 but got -1"),
         (

@@ -377,8 +377,12 @@ def test_arguments_are_fields_or_those_of_a_constructor():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"strength": None}, "Expected `strength` to be a number but got None."),
-        ({"clients": "some"}, 'Expected `clients` to be "all", "unbalanced" or a list of ids but got `some`.'),
+        ({"strength": None}, "Expected `strength` to be given but got None. Leave it out for 1.0."),
+        (
+            {"clients": "some"},
+            'Expected `clients` to be "all", "unbalanced" or a list of strings, but got "some". Leave it out for the '
+            'default, "all".',
+        ),
     ],
 )
 def test_fields_are_checked(arguments, message):

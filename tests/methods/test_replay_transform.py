@@ -421,7 +421,7 @@ def test_a_plain_trainer_refuses_it_with_the_first_replay_samples(make_task, sam
 
 
 def test_a_transform_that_cannot_be_called_is_refused_when_it_is_given():
-    with pytest.raises(TypeError, match="Expected `transform` to be callable, but got 'flip'"):
+    with pytest.raises(TypeError, match='Expected `transform` to be a function or None, but got "flip"'):
         Replay(transform="flip")
 
 

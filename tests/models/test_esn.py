@@ -214,7 +214,10 @@ def exactly(message):
         ({"leaking_rate": 0.0}, "Expected `leaking_rate` to be above 0 and at most 1 but got 0.0."),
         ({"leaking_rate": 1.1}, "Expected `leaking_rate` to be above 0 and at most 1 but got 1.1."),
         ({"spectral_radius": 0.0}, "Expected `spectral_radius` to be above 0 but got 0.0."),
-        ({"input_scaling": float("nan")}, "Expected `input_scaling` to be above 0 but got nan."),
+        (
+            {"input_scaling": float("nan")},
+            "Expected `input_scaling` to be a number, but got nan. Use a finite number, such as `input_scaling=1.0`.",
+        ),
         ({"bias_scaling": -0.1}, "Expected `bias_scaling` to be at least 0 but got -0.1."),
         (
             {"input_connectivity": 4},

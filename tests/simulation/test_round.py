@@ -1,7 +1,9 @@
 """A round is the train loader of an epoch: its length, what is loaded anew with it, and how it ends when cut short."""
 
 import copy
+import math
 import warnings
+from functools import partial
 from itertools import pairwise
 
 import lightning.pytorch as L
@@ -11,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fcl import FederatedStream
+from lightning_fcl import FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import EWC, Replay
-from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.simulation import cohort
 
@@ -44,7 +47,8 @@ def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task,
 
 
 @pytest.mark.argument(
-    "reload_dataloaders_every_n_epochs", "honoured: loaders of validation; that of training is new each round"
+    "reload_dataloaders_every_n_epochs",
+    "honored: validation loaders, except those of a LightningDataModule, with which it is rejected",
 )
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, cohort_size, monkeypatch):
@@ -61,6 +65,44 @@ def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, cohor
     plain, each, second = run(0), run(1), run(2)
     assert (plain[1], each[1], second[1]) == (1, 4, 2)
     assert same(plain[0], each[0]) and same(plain[0], second[0])
+
+
+class DependsOnEpoch(L.LightningDataModule):
+    def train_dataloader(self):
+        rows = 10 * getattr(self.trainer, "current_epoch", 0)
+        return DataLoader(TensorDataset(torch.randn(40, 6)[rows:], (torch.arange(40) % 4)[rows:]), batch_size=4)
+
+
+@pytest.mark.parametrize("make", [DependsOnEpoch, lambda: {"a": DependsOnEpoch(), "b": DependsOnEpoch()}])
+def test_loaders_of_a_data_module_made_anew_are_rejected(fit, make_task, make):
+    stream = FederatedStream(make(), scenario=Stationary(2), split=Split(0.2))
+    message = (
+        "Expected `reload_dataloaders_every_n_epochs=0` for the data of `DependsOnEpoch`, but got 1: .*Leave the arg"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(make_task(), stream, trainer_args={"reload_dataloaders_every_n_epochs": 1})
+
+
+@pytest.mark.parametrize("kind", [Replay, FederatedStream])
+def test_a_class_in_place_of_an_object_is_rejected_by_name(make_stream, make_task, kind):
+    name = "callbacks" if kind is Replay else "datamodule"
+    callbacks, data = ([Replay], make_stream()) if kind is Replay else ([], FederatedStream)
+    trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=callbacks, logger=False, barebones=True)
+    with pytest.raises(TypeError, match=rf"^Expected `{name}` to be .*, but got the class `{kind.__name__}`\. Use `"):
+        trainer.fit(make_task(), datamodule=data)
+
+
+@pytest.mark.parametrize(("lr", "server"), [(math.nan, False), (math.inf, False), (math.nan, True)])
+def test_a_learning_rate_that_is_not_finite_is_rejected_before_the_first_round(fit, make_stream, make_task, lr, server):
+    counts, make = Counts(), partial(torch.optim.SGD, lr=lr)
+    task = make_task()
+    if not server:
+        task.configure_optimizers = lambda: make(task.parameters())
+    with pytest.raises(
+        ValueError, match=rf"^Expected `lr` of `SGD` to be a finite number, but got {lr}\. Use a finite"
+    ):
+        fit(task, make_stream(), [counts], **({"server_optimizer": make} if server else {}))
+    assert not counts.seen
 
 
 def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_stream, make_task):

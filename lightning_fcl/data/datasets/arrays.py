@@ -86,7 +86,7 @@ class Arrays:
                 "such labels in all). Number the labels from 0, or name every class."
             )
         if pixels:
-            _require_scale(self.mean, self.std, self.x.shape[1:])
+            check_scale(self.mean, self.std, self.x.shape[1:])
         # Piece by piece: one truth value for each number of a large data set is a fourth of its memory.
         elif not all(np.isfinite(self.x[n : n + _PIECE]).all() for n in range(0, len(self.x), _PIECE)):
             per_sample = (~np.isfinite(self.x)).reshape(size, -1).sum(axis=1)
@@ -102,16 +102,18 @@ class Arrays:
         return chosen if self.mean is None or self.std is None else (chosen - self.mean) / self.std
 
 
-def _require_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tuple[int, ...]) -> None:
+def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a mean and a standard deviation cannot normalize samples of a shape."""
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
-            raise ValueError(f"Expected `mean` and `std` but got no `{name}`. Pass both, or neither.")
+            raise ValueError(f"Expected `mean` and `std`, but got no `{name}`. Pass both, or neither.")
         broadcasts = values.ndim == len(shape) and all(n in (1, m) for n, m in zip(values.shape, shape, strict=True))
-        if not broadcasts or not np.isfinite(values).all() or (name == "std" and values.min() <= 0):
+        low = values.min() < 0 if name == "mean" else values.min() <= 0
+        if not broadcasts or low or not np.isfinite(values).all():
             raise ValueError(
-                f"Expected `{name}` to be finite{', above 0' if name == 'std' else ''} and of a shape that broadcasts "
-                f"to a sample, {shape}, but got {values.ravel().tolist()} of shape {values.shape}. For a value of each "
-                f"channel of images pass shape ({shape[0] if shape else 1}, 1, 1)."
+                f"Expected `{name}` to be finite, {'at least' if name == 'mean' else 'above'} 0, and of a shape that "
+                f"broadcasts to a sample, {shape}, but got {values.ravel().tolist()} of shape {values.shape}. For one "
+                f"value per channel of images, pass finite values of shape ({shape[0] if shape else 1}, 1, 1)."
             )
 
 

@@ -124,6 +124,7 @@ class Online(Scenario):
     of: Scenario | str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _take_over(self)
 
     def __str__(self) -> str:

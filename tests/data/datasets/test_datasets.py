@@ -79,16 +79,16 @@ REFUSED = {
     "label -1": ({"y": np.array([0, 1, -1, 1])}, "but got -1 in sample 2 (and 1 such labels in all)."),
     "pixels without a scale": ({"x": PIXELS}, "Expected `x` to hold float32 but got uint8"),
     "a scale for floats": ({"mean": ZERO, "std": ONE}, "Expected `x` to hold uint8 but got float32"),
-    "no std": ({"x": PIXELS, "mean": ZERO}, "Expected `mean` and `std` but got no `std`. Pass both, or neither."),
+    "no std": ({"x": PIXELS, "mean": ZERO}, "Expected `mean` and `std`, but got no `std`. Pass both, or neither."),
     "mean float64": (
         {"x": PIXELS, "mean": ZERO.astype(float), "std": ONE},
         "Expected `mean` to hold float32 but got float64",
     ),
     "std of another shape": (
         {"x": PIXELS, "mean": ZERO, "std": np.ones((3, 1), np.float32)},
-        f"and{FITS}[1.0, 1.0, 1.0] of shape (3, 1). For a value of",
+        f"and{FITS}[1.0, 1.0, 1.0] of shape (3, 1). For one value per",
     ),
-    "std zero": ({"x": PIXELS, "mean": ZERO, "std": ZERO}, f"Expected `std` to be finite, above 0 and{FITS}[0.0] of"),
+    "std zero": ({"x": PIXELS, "mean": ZERO, "std": ZERO}, f"Expected `std` to be finite, above 0, and{FITS}[0.0] of"),
     "not finite": (
         {"x": with_bad_values()},
         "Expected `x` to be finite but got 2 NaN or infinite values of 6 in sample 1 (2 of 4 samples "

@@ -186,7 +186,8 @@ REFUSED = [
     ),
     (
         {"class_order": "sorted"},
-        "Expected `class_order` to be \"ascending\" or a list of classes but got 'sorted'. Leave it out.",
+        'Expected `class_order` to be a list of whole numbers or strings, "ascending" or None, but got "sorted". '
+        "Leave it out.",
     ),
     ({"class_order": [0, 1]}, f"Expected `class_order` to order all of {list(range(100))} but got [0, 1]."),
 ]

@@ -440,7 +440,7 @@ def test_odfcl_does_not_mind_labels_that_nobody_has():
         ({"validation_per_class": 28}, "Expected `validation_per_class` to be between 0 and 27 but got 28."),
         ({"validation_per_class": -1}, "Expected `validation_per_class` to be between 0 and 27 but got -1."),
         ({"test_per_class": 0}, "Expected `test_per_class` to be at least 1 but got 0."),
-        ({"history": "none"}, 'Expected `history` to be "round", "seen" or "all" but got `none`.'),
+        ({"history": "none"}, 'Expected `history` to be "round", "seen" or "all" but got "none".'),
     ],
 )
 def test_odfcl_that_cannot_be(options, message):

@@ -1,0 +1,247 @@
+"""Comparison of arguments with their annotations: numbers, choices, lists of them, and objects in place of classes."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from inspect import Parameter, signature, unwrap
+from numbers import Integral, Number, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+_PACKAGE = "lightning_fcl"
+_STRICT = (_PACKAGE, "lightning", "numpy", "torch")  # packages whose objects are never plain values
+_SEQUENCES = (list, tuple, Sequence, Iterable, Collection)
+_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+_FUNCTION: Any = Callable
+_TRUTH = dict.fromkeys(("true", "yes", "on", "1", "1.0"), True) | dict.fromkeys(
+    ("false", "no", "off", "0", "0.0"), False
+)
+
+
+class _Names(dict[str, Any]):
+    """The names of a module. A name that is imported for type checkers only stands for any type."""
+
+    def __missing__(self, name: str) -> Any:
+        return vars(sys.modules["builtins"]).get(name, Any)
+
+
+def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str, Any]:
+    """Return the types of annotations that a module has as strings."""
+    names = _Names(vars(sys.modules[module]))
+    return {name: eval(hint, {}, names) if isinstance(hint, str) else hint for name, hint in annotations.items()}
+
+
+@lru_cache(maxsize=1024)
+def field_types(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields. Of classes outside this package, only those of numbers and choices."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        hints = resolve_annotations(vars(base).get("__annotations__", {}), base.__module__)
+        own = base.__module__.partition(".")[0] == _PACKAGE
+        found |= {name: hint if own or _is_plain(hint) else Any for name, hint in hints.items()}
+    return found
+
+
+def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]:
+    """Return the type and the default of each argument of a class or function. No default is `Parameter.empty`."""
+    called = unwrap(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
+    module = getattr(called, "__module__", None) or make.__module__
+    types = resolve_annotations(getattr(called, "__annotations__", {}), module)
+    if isinstance(make, type):
+        types = {**types, **field_types(make)}
+    return {name: (types.get(name, Any), one.default) for name, one in signature(make).parameters.items()}
+
+
+def _is_plain(hint: Any) -> bool:
+    """Return whether an annotation has only numbers, choices, None, and lists of them."""
+    if get_origin(hint) in (Union, UnionType, list, tuple, Sequence):
+        return all(one is Ellipsis or _is_plain(one) for one in get_args(hint))
+    return hint in (int, float, bool, None, NoneType) or get_origin(hint) is Literal
+
+
+def accepts(value: object, hint: Any) -> bool:
+    """Return whether a value may be given for an annotation.
+
+    Example:
+        >>> accepts(16, int), accepts(16.0, int), accepts("16", int | None), accepts(True, float)
+        (True, False, False, False)
+        >>> accepts(3, float), accepts(float("nan"), float), accepts([1, 2], Sequence[int]), accepts(dict, dict)
+        (True, False, True, False)
+    """
+    kind, within = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(accepts(value, one) for one in within)
+    if kind is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in within)
+    if kind is None or not isinstance(kind, type) or kind in (type, object):
+        return value is None if kind is None else True
+    if kind is bool:
+        return isinstance(value, bool) or _is_numpy_bool(value)
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if kind is float:
+        return is_number(value) and not is_nan(value)
+    if kind is str:
+        return isinstance(value, str | bytes | Number | os.PathLike)
+    if kind is _FUNCTION:
+        return callable(value) and not (isinstance(value, type) and _makes_callables(value, within))
+    return _accepts_object(value, kind, within)
+
+
+def _accepts_object(value: Any, kind: type, within: Sequence[Any]) -> bool:
+    plain = value is None or isinstance(value, str | bytes | Number | type) or _is_numpy_bool(value)
+    if kind in _SEQUENCES:
+        items = value if isinstance(value, Sequence) or getattr(value, "ndim", 0) == 1 else ()
+        hints = within if kind is tuple and Ellipsis not in within else [*within[:1]] * len(items)
+        return not plain and all(map(accepts, items, hints))
+    if issubclass(kind, Mapping):
+        return isinstance(value, Mapping) and (not within or all(accepts(one, within[1]) for one in value.values()))
+    if issubclass(kind, os.PathLike) and isinstance(value, str):
+        return True
+    if getattr(kind, "_is_protocol", False):
+        return not isinstance(value, type)
+    package = kind.__module__.partition(".")[0]
+    if kind is NoneType or package == _PACKAGE or (plain and package in _STRICT):
+        return isinstance(value, kind)
+    return not isinstance(value, type)
+
+
+def _makes_callables(kind: type, within: Sequence[Any]) -> bool:
+    """Return whether calling a class gives an object to be called, unless such objects are wanted."""
+    result = within[-1] if within else Any
+    wanted = isinstance(result, type) and issubclass(kind, result)
+    return not wanted and any("__call__" in vars(base) for base in kind.__mro__)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, NaN included. Text, True and False are none."""
+    if isinstance(value, str | bytes | bool | type) or _is_numpy_bool(value) or not hasattr(value, "__float__"):
+        return False
+    return getattr(value, "ndim", 0) == 0
+
+
+def is_nan(value: Any) -> bool:
+    """Return whether a value is NaN, or a list with NaN."""
+    if isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1:
+        return any(map(is_nan, value))
+    return is_number(value) and not isinstance(value, Integral) and math.isnan(float(value))
+
+
+def _is_numpy_bool(value: object) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+
+
+def to_plain(value: Any) -> Any:
+    """Return a number of NumPy as a number of Python, and another value unchanged."""
+    if isinstance(value, bool | type) or type(value) in (int, float):
+        return value
+    if _is_numpy_bool(value):
+        return bool(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def describe(hint: Any, plural: bool = False) -> str:
+    """Return the words for an annotation in a message.
+
+    Example:
+        >>> describe(int | None), describe(float | Sequence[float]), describe(int | Literal["auto"])
+        ('a whole number or None', 'a number or a list of numbers', 'a whole number or "auto"')
+    """
+    kind, within = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        members = [one for one in within if not (one is int and float in within)]
+        parts: list[str] = []
+        for one in members:
+            words = list(map(quoted_value, get_args(one))) if get_origin(one) is Literal else [describe(one, plural)]
+            parts += ["True", "False"] if one is bool else words
+        *rest, last = dict.fromkeys(parts)
+        return f"{', '.join(rest)} or {last}" if rest else last
+    if kind is Literal:
+        return describe_choices(within)
+    container = "list" if kind in _SEQUENCES else "dict" if isinstance(kind, type) and issubclass(kind, Mapping) else ""
+    if container:
+        items = f" of {describe(within[container == 'dict'], plural=True)}" if within else ""
+        return f"{container}s{items}" if plural else f"a {container}{items}"
+    phrase = "a function" if kind is _FUNCTION else _WORDS.get(NoneType if kind is None else kind)
+    if phrase is None:
+        name = getattr(kind, "__name__", str(kind))
+        phrase = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
+    return f"{phrase.partition(' ')[2]}s" if plural and phrase.endswith(("number", "string", "`")) else phrase
+
+
+def words_of(hint: Any) -> list[str]:
+    """Return the words that an annotation accepts, those of `Literal`."""
+    return [word for one in _members(hint) if get_origin(one) is Literal for word in get_args(one) if type(word) is str]
+
+
+def describe_choices(choices: Iterable[object]) -> str:
+    *rest, last = map(quoted_value, choices)
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def quoted_value(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class `{value.__name__}`"
+    return f'"{value}"' if isinstance(value, str) else f"{value!r:.100}"
+
+
+def explain(name: str, value: object, hint: Any, default: object = Parameter.empty) -> str:
+    """Return the message about a value that an annotation does not accept.
+
+    Example:
+        >>> print(explain("batch_size", "16", int | None, None))
+        Expected `batch_size` to be a whole number or None, but got "16". Use `batch_size=16`.
+        >>> print(explain("shuffle", 1, bool | None))
+        Expected `shuffle` to be True, False or None, but got 1. Use `shuffle=True`.
+    """
+    wanted = "an object" if isinstance(value, type) else describe(hint)
+    return f"Expected `{name}` to be {wanted}, but got {quoted_value(value)}. {_fix(name, value, hint, default)}"
+
+
+def _fix(name: str, value: Any, hint: Any, default: object) -> str:
+    if isinstance(value, type):
+        return f"Use `{name}={value.__name__}({_arguments(value)})`."
+    if is_nan(value):
+        example = f", such as `{name}={default!r}`" if is_number(default) else ""
+        return f"Use {'a finite number' if is_number(value) else 'finite numbers'}{example}."
+    if isinstance(value, str) and (near := get_close_matches(value.lower(), words_of(hint), 1)):
+        return f"Use `{name}={quoted_value(near[0])}`."
+    found = [_convert(value, wanted) for wanted in _members(hint)]
+    usable = [other for other in found if other is not None and accepts(other, hint)]
+    if usable:
+        equal = [other for other in usable if other == _convert(value, float)]
+        return f"Use `{name}={[*equal, *usable][0]!r}`."
+    if default is Parameter.empty:
+        return f"Pass {describe(hint)}."
+    return "Leave it out." if default is None else f"Leave it out for the default, {quoted_value(default)}."
+
+
+def _arguments(kind: type) -> str:
+    try:
+        needed = [one for one in signature(kind).parameters.values() if one.default is Parameter.empty]
+    except (TypeError, ValueError):
+        needed = []
+    return "..." if any(one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for one in needed) else ""
+
+
+def _members(hint: Any) -> Sequence[Any]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _convert(value: Any, wanted: Any) -> Any:
+    """Return the number or truth value that a text or a number stands for; None if there is none."""
+    if wanted is bool:
+        return _TRUTH.get(str(value).lower())
+    if wanted not in (int, float) or isinstance(value, bool):
+        return None
+    try:
+        return round(float(value)) if wanted is int else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None

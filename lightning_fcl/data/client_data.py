@@ -1,0 +1,112 @@
+"""Checks of the data of clients before they are joined: sizes, shapes of the first samples, and given targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, Subset, default_collate
+
+from lightning_fcl.data.batches import Collate
+from lightning_fcl.data.data_module import Parts
+from lightning_fcl.data.generators import Generators
+from lightning_fcl.data.targets import ItemsOf, as_array
+from lightning_fcl.errors import listed
+
+# What people and Hugging Face call the parts of a data set.
+SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
+
+
+def check_sizes(clients: Mapping[Any, Parts]) -> None:
+    """Raise ValueError if a client has no samples."""
+    for client, parts in clients.items():
+        if not any(len(data) for data, _ in parts.values()):  # type: ignore[arg-type]  # map-style
+            raise ValueError(
+                f"Expected `data` to have samples of every client, but got none of client {client}. Leave client "
+                f"{client} out."
+            )
+
+
+def check_shapes(clients: Mapping[Any, Parts], collate_fn: Collate) -> None:
+    """Raise ValueError if torch's `default_collate` cannot make a batch of the samples of several clients.
+
+    The first sample of each dataset is compared. Datasets that read batches by ``__getitems__`` are not, because they
+    may pad the samples of a batch.
+    """
+    if collate_fn is not default_collate or len(clients) < 2:
+        return
+    first: tuple[Any, dict[str, Any]] | None = None
+    for client, parts in clients.items():
+        for data, _ in parts.values():
+            if not len(data) or _reads_batches(data):  # type: ignore[arg-type]  # map-style
+                continue
+            shapes = dict(_shapes_in(_first_of(data)))
+            if first is None:
+                first = client, shapes
+            for place in first[1].keys() & shapes.keys():
+                if first[1][place] != shapes[place]:
+                    raise ValueError(
+                        f"Expected `data` to have samples of one shape, but got {place} of shape {shapes[place]} from "
+                        f"client {client} and {first[1][place]} from client {first[0]}. Convert the samples to one "
+                        "shape, or pass a `collate_fn` that makes batches of them."
+                    )
+
+
+def targets_of_clients(y: Any, clients: Mapping[Any, Parts]) -> dict[Any, dict[str, NDArray[Any]]]:
+    """Return the targets of each part of each client."""
+    named = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
+    if named is None or named.keys() != clients.keys():
+        got = type(y).__name__ if named is None else f"those of {listed(named) or 'none'}"
+        raise ValueError(
+            f"Expected `y` to have the targets of each client ({listed(clients)}), but got {got}. Pass a dict or a "
+            "list with the clients of `data`."
+        )
+    return {client: targets_in(named[client], parts, f"client {client}") for client, parts in clients.items()}
+
+
+def targets_in(y: Any, parts: Parts, whose: str) -> dict[str, NDArray[Any]]:
+    """Return the targets of each part: ``y`` is a dict of them, or those of the only part."""
+    given = {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
+    if given.keys() != parts.keys():
+        raise ValueError(
+            f"Expected `y` to have the targets of {listed(parts)} of {whose}, but got those of {listed(given)}. Pass a "
+            "dict with one array for each."
+        )
+    found = {}
+    for name, (data, _) in parts.items():
+        found[name], size = as_array(given[name]), len(data)  # type: ignore[arg-type]  # map-style
+        if found[name].shape[:1] != (size,):
+            got = len(found[name]) if found[name].ndim else "a single value"
+            raise ValueError(
+                f"Expected `y` to have {size} targets for the {name} samples of {whose}, but got {got}. Pass one for "
+                "each sample, in their order."
+            )
+    return found
+
+
+def _reads_batches(data: Any) -> bool:
+    """Return whether a dataset below subsets and wrappers reads several items at once."""
+    while isinstance(data, Subset | ItemsOf):
+        data = data.dataset if isinstance(data, Subset) else data.data
+    return callable(getattr(data, "__getitems__", None))
+
+
+def _first_of(data: Dataset[Any]) -> Any:
+    with isolate_rng(include_cuda=False), Generators().seeded({"": data}, seed=0):
+        return data[0]
+
+
+def _shapes_in(item: Any, place: str = "") -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the place and the shape of each array in a sample."""
+    if isinstance(item, Mapping):
+        for name, part in item.items():
+            yield from _shapes_in(part, f"{place}[{name!r}]")
+    elif isinstance(item, tuple | list):
+        for number, part in enumerate(item):
+            yield from _shapes_in(part, f"{place}[{number}]")
+    elif isinstance(item, int | float):
+        yield f"`sample{place}`", ()
+    elif hasattr(item, "shape"):
+        yield f"`sample{place}`", tuple(item.shape)

@@ -1,0 +1,213 @@
+"""The data of several clients: sizes, shapes, names and targets are checked before the first round."""
+
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, TensorDataset
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.samples import Samples, of_public
+from lightning_fcl.data.scenarios import Stationary
+from lightning_fcl.deployment.messages import RefusedError
+from lightning_fcl.deployment.own_data import read_data
+
+X, Y = torch.arange(48.0).reshape(12, 4), torch.arange(12) % 2
+
+
+class Named(Dataset):
+    """Items that are dicts, without declared targets."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"image": self.x[index], "label": self.y[index]}
+
+
+def of_modules(x, y):
+    return L.LightningDataModule.from_datasets(TensorDataset(x, y), batch_size=4)
+
+
+KINDS = {
+    "tensors": TensorDataset,
+    "dicts": Named,
+    "modules": of_modules,
+    "lists": lambda x, y: [*zip(x, y, strict=True)],
+}
+
+
+def set_up(data, **options):
+    stream = FederatedStream(data, scenario=Stationary(1), **options)
+    stream.setup("fit")
+    return stream
+
+
+def rejected(data, message, error=ValueError, **options):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        set_up(data, **options)
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_clients_with_other_shapes_are_rejected_by_name(make):
+    x, y = ("['image']", "['label']") if make is Named else ("[0]", "[1]")
+    shape = "Expected `data` to have samples of one shape, but got"
+    rejected(
+        {"a": make(X, Y), "b": make(torch.ones(12, 5), Y)},
+        f"{shape} `sample{x}` of shape (5,) from client b and (4,) from client a. Convert the samples to one shape, or",
+    )
+    rejected(
+        {"a": make(X, Y), "b": make(X + 1, Y[:, None])},
+        f"{shape} `sample{y}` of shape (1,) from client b and () from client a. ",
+    )
+
+
+def test_clients_with_other_shapes_and_a_collate_fn_are_accepted():
+    def pad(items):
+        return [pad_sequence([x for x, _ in items], batch_first=True), torch.stack([y for _, y in items])]
+
+    stream = set_up({"a": TensorDataset(X, Y), "b": TensorDataset(torch.ones(12, 5), Y)}, collate_fn=pad)
+    assert stream.take(np.array([0, 12]))[0].shape == (2, 5)
+
+
+@pytest.mark.parametrize("make", [TensorDataset, Named, KINDS["lists"]])
+def test_a_client_without_samples_is_rejected_by_name(make):
+    message = "Expected `data` to have samples of every client, but got none of client b. Leave client b out."
+    rejected({"a": make(X, Y), "b": make(X[:0], Y[:0])}, message)
+    assert set_up({"a": make(X, Y)}).plan.clients == ("a",)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_client_without_a_name_is_rejected(name):
+    message = f'Expected a name for every client, but got "{name}" for the client of '
+    rejected({name: TensorDataset(X, Y), "b": TensorDataset(X + 100, Y)}, message)
+    stream = FederatedStream.from_arrays(X, Y, client=np.array([name, "b"] * 6), scenario=Stationary(1))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        stream.setup("fit")
+    arrays = Arrays(X.numpy(), Y.numpy(), np.array([name, "b"] * 6), ("0", "1"))
+    rejected(arrays, message, partition="natural")
+    assert set_up(arrays, partition=IID(2)).plan.clients == ("0", "1")  # which needs no owners
+
+
+COLUMNS = {"integers": Y[:, None], "booleans": (Y > 0)[:, None], "text": np.array(["a", "b"] * 6)[:, None]}
+
+
+@pytest.mark.parametrize("y", COLUMNS.values(), ids=COLUMNS)
+def test_labels_of_shape_n_1_are_rejected_with_a_fix(y):
+    message = (
+        r"^Expected `y` to be labels of shape \((12|24),\), but got shape \(\1, 1\)\. Remove the last axis, as "
+        r"`y\.squeeze\(-1\)` does, or pass `classes=\(\)` for targets that are not classes\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        FederatedStream.from_arrays(X, y)
+    assert FederatedStream.from_arrays(X, y.squeeze(-1), scenario=Stationary(1)).num_classes == 2
+    if isinstance(y, torch.Tensor):
+        for data in (TensorDataset(X, y), Named(X, y), {"a": Named(X, y), "b": Named(X + 1, y)}):
+            with pytest.raises(ValueError, match=message):
+                FederatedStream(data).setup("fit")
+        assert FederatedStream.from_arrays(X, y, classes=(), scenario=Stationary(1)).classes == ()
+        assert set_up(TensorDataset(X, y), classes=()).classes == ()
+    assert FederatedStream.from_arrays(X, torch.rand(12, 1), scenario=Stationary(1)).classes == ()
+
+
+def wrong_targets(value):
+    y = torch.linspace(0, 1, 12)
+    y[7] = value
+    return y
+
+
+# How arrays come in: each gives samples, of targets that are not classes.
+WAYS = {
+    "from_arrays": lambda y, folder: FederatedStream.from_arrays(X, y),
+    "dataset": lambda y, folder: set_up(TensorDataset(X, y)),
+    "dicts": lambda y, folder: set_up(Named(X, y)),
+    "clients": lambda y, folder: set_up({"a": TensorDataset(X + 50, Y / 2), "b": TensorDataset(X, y)}),
+    "modules of clients": lambda y, folder: set_up([of_modules(X + 50, Y / 2), of_modules(X, y)]),
+    "splits": lambda y, folder: set_up({"train": TensorDataset(X + 50, Y / 2), "test": TensorDataset(X, y)}),
+    "samples": lambda y, folder: Samples(X, y.numpy()),
+    "file of a node": lambda y, folder: read_file(folder, x=X.numpy(), y=y.numpy()),
+}
+
+
+def read_file(folder, **columns):
+    np.savez(folder / "own.npz", **columns)
+    return read_data(folder / "own.npz")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("way", WAYS)
+def test_targets_that_are_not_finite_are_rejected(tmp_path, way, value):
+    named = {
+        "clients": "train sample 7 of client b",
+        "modules of clients": "train sample 7 of client 1",
+        "splits": "test sample 7",
+    }
+    message = (
+        f"Expected `y` to have a finite target for each sample, but got {float(value)} for "
+        f"{named.get(way, 'sample 7')} (1 of "
+        f"{24 if way in named else 12} samples have such values). Correct or drop these samples"
+    )
+    with pytest.raises((ValueError, RefusedError), match=re.escape(message)):
+        WAYS[way](wrong_targets(value), tmp_path)
+    WAYS[way](wrong_targets(0.5), tmp_path)
+
+
+def test_targets_of_several_numbers_name_the_sample():
+    y = torch.zeros(12, 3)
+    y[5, 1:] = torch.nan
+    with pytest.raises(ValueError, match=r"but got nan for sample 5 \(1 of 12 samples"):
+        FederatedStream.from_arrays(X, y)
+
+
+PIXELS = np.zeros((12, 3, 4, 4), np.uint8)
+SCALES = {"mean": [np.nan, np.inf, -0.1], "std": [np.nan, np.inf, 0.0, -0.1]}
+
+
+def scale(**values):
+    return {name: np.full((3, 1, 1), values.get(name, 0.5), np.float32) for name in ("mean", "std")}
+
+
+def of_arrays(folder, mean, std):
+    return of_public(Arrays(PIXELS, Y.numpy(), None, ("0", "1"), mean=mean, std=std))
+
+
+def of_changed_arrays(folder, mean, std):
+    arrays = Arrays(PIXELS, Y.numpy(), None, ("0", "1"), **scale())
+    arrays.mean[:], arrays.std[:] = mean, std
+    return of_public(arrays)
+
+
+SCALED = {
+    "Arrays": of_arrays,
+    "Arrays that change": of_changed_arrays,
+    "from_arrays": lambda folder, mean, std: FederatedStream.from_arrays(PIXELS, Y, mean=mean.ravel(), std=std.ravel()),
+    "file of a node": lambda folder, **pair: read_file(folder, x=PIXELS, y=np.array(["a", "b"] * 6), **pair),
+}
+
+
+@pytest.mark.parametrize("way", SCALED)
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SCALES.items() for value in values])
+def test_means_and_deviations_that_cannot_normalize_are_rejected(tmp_path, way, name, value):
+    with pytest.raises((ValueError, RefusedError), match=rf"Expected `{name}` to be .*but got .*\w.* ([Pp]ass|Use) "):
+        SCALED[way](tmp_path, **scale(**{name: value}))
+    SCALED[way](tmp_path, **scale(mean=0.0))
+
+
+def test_a_file_of_a_node_with_one_of_mean_and_std_is_rejected(tmp_path):
+    pair = scale()
+    del pair["std"]
+    with pytest.raises(RefusedError, match=r"Expected `mean` and `std`, but got no `std`\. Pass both, or neither"):
+        read_file(tmp_path, x=PIXELS, y=np.array(["a", "b"] * 6), **pair)
+
+
+def test_samples_of_several_shapes_in_a_list_name_x():
+    with pytest.raises(ValueError, match=r"^Expected `x` to have samples of one shape, but got: "):
+        FederatedStream.from_arrays([[1.0, 2.0], [1.0]], [0, 1])
