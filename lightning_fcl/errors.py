@@ -161,7 +161,7 @@ def check_fields(instance: object) -> None:
 
     `argument` declares the range. Numbers of NumPy become numbers of Python.
     """
-    types = field_types(type(instance))
+    types = field_types(type(instance))  # type: ignore[arg-type] # a class has a hash
     for one in fields(cast("DataclassInstance", instance)):
         value = getattr(instance, one.name, None)
         if not one.init or (value is None and one.default is None):
