@@ -169,7 +169,7 @@ class FederatedStrategy(RanksStrategy):
 
     @property
     def server(self) -> FederatedServer:
-        """The server: its state, its record of the round, and what clients keep."""
+        """The server."""
         return self.federation.server
 
     @property
@@ -197,9 +197,8 @@ class FederatedStrategy(RanksStrategy):
         super().connect(model)
         check_parts(model.trainer)
         self.connected = True
-        callbacks = callbacks_of(model.trainer)
-        if self._hooks not in callbacks:
-            callbacks.insert(0, self._hooks)
+        if self._hooks not in callbacks_of(model.trainer):
+            callbacks_of(model.trainer).insert(0, self._hooks)
 
     def setup(self, trainer: L.Trainer) -> None:
         if type(self.precision_plugin) is Precision:

@@ -27,7 +27,6 @@ FILES = {
     "again.yaml": "trainer: {max_epochs: 3}\ntrainer: {max_epochs: 4}",
     "shorthand.yaml": "trainer: {callbacks: [lightning_fcl.callbacks.EWC: {strength: 3}]}",
     "early.yaml": "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: server/acuracy}}]}",
-    "typed.yaml": "data: {batch_size: '16'}",
     "nan.yaml": "model: {init_args: {optimizer: {init_args: {lr: .nan}}}}",
     "best.yaml": "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {monitor: server/acuracy}}]}",
     "twice.yaml": "trainer: {callbacks: [{class_path: Replay}, {class_path: Replay}]}",
@@ -66,7 +65,10 @@ FIT = [
     ("--trainer.precision 17", "trainer.precision: Expected a typing.Literal[64, 32, 16]"),
     ("--data.data digit", "got 'digit'. Did you mean digits?"),
     ("--data.scenario ClassIncrementl", "Did you mean ClassIncremental?"),
-    ("typed.yaml", 'Expected `batch_size` to be a whole number or None, but got "16". Use `batch_size=16`.'),
+    (
+        "--data.batch_size 16.0",
+        "Expected `batch_size` to be a whole number or None, but got 16.0. Use `batch_size=16`.",
+    ),
     ("nan.yaml", "Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, such as `lr=0.01`."),
     (
         "--trainer.strategy.local_epochs 2.0",

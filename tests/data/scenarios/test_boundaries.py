@@ -161,7 +161,7 @@ def test_a_scenario_around_another_draws_what_that_draws(kind):
         (lambda: Blurry(blur=-0.1), "Expected `blur` to be between 0 and 1 but got -0.1"),
         (lambda: Staggered(delay=-1), "Expected `delay` to be at least 0 but got -1"),
         (lambda: Online("Blury"), 'Expected `of` to be an object of .* but got "Blury". Did you mean Blurry'),
-        (lambda: Online({}), "Expected `of` to be a `Scenario` or a string, but got {}"),
+        (lambda: Online({}), "Expected `of` to be a `Scenario`, a string or None, but got {}"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):
