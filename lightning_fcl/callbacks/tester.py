@@ -266,8 +266,9 @@ class StepTester:
             for part in reversed(list(module.modules())):
                 if isinstance(part, Metric | MetricCollection):
                     part.reset()
-            for part in (module, *callbacks):
-                part.log = caught  # type: ignore[method-assign]
+            module.log = caught  # type: ignore[method-assign]
+            for callback in callbacks:
+                callback.log = caught  # type: ignore[attr-defined]
             call(f"on_{stage}_start")
             call(f"on_{stage}_epoch_start")
             loading = self.stream.samples.loaders.get(self.part)
