@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, Replay
 from lightning_fcl.data.batches import Request
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
+from lightning_fcl.models import MLP
 
 BATCH = 4
 
@@ -289,6 +291,36 @@ def test_continual_metrics_of_anomalib_equal_plain_test(federated):
     (tested,) = trainer.test(library.module, datamodule=stream, verbose=False)
     (measured,) = metrics.record["rounds"][-1]["values"]["server"]["image_AUROC"].values()
     assert measured == pytest.approx(tested["image_AUROC"])
+
+
+def test_replay_of_meta_tensors_resumes_as_if_never_interrupted(tmp_path, trainer_of, assert_alike):
+    """Checkpoints have plain tensors, which a process without MONAI can read."""
+    from monai.data import MetaTensor
+
+    class Scans(Dataset):
+        def __init__(self, client: int) -> None:
+            self.images, self.labels = digits(client)
+
+        def __len__(self) -> int:
+            return len(self.labels)
+
+        def __getitem__(self, index: int) -> tuple[MetaTensor, int]:
+            return MetaTensor(torch.from_numpy(self.images[index])), int(self.labels[index]) % 2
+
+    def fit(rounds: int, **resumed: Any) -> tuple[L.LightningModule, L.Trainer]:
+        stream = FederatedStream([Scans(0), Scans(1)], ClassIncremental(2, 2), batch_size=BATCH, seed=0)
+        torch.manual_seed(0)
+        module = Classifier(MLP([64, 8, 2]), 2, lambda params: torch.optim.SGD(params, lr=0.1))
+        trainer = trainer_of(strategy=FederatedStrategy(), max_epochs=rounds, callbacks=[Replay(max_size=4)])
+        trainer.fit(module, datamodule=stream, **resumed)
+        return module, trainer
+
+    _, interrupted = fit(rounds=3)
+    interrupted.save_checkpoint(tmp_path / "after.ckpt")
+    content = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert not any(isinstance(leaf, MetaTensor) for leaf in tree_leaves(content))
+    module, _ = fit(rounds=4, ckpt_path=tmp_path / "after.ckpt")
+    assert_alike(module, fit(rounds=4)[0].state_dict())
 
 
 def test_graphs_with_labels_in_y_are_learnt_class_by_class(federated):
