@@ -12,6 +12,7 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -207,9 +208,18 @@ def _stage_of(module: L.LightningModule) -> str | None:
     return None
 
 
+def _callbacks_within(module: L.LightningModule) -> list[Callback]:
+    """Return the Trainer's callbacks that are parts of a module, such as the pre-processor of an anomalib model."""
+    parts = {id(part) for part in module.modules()}
+    return [callback for callback in module.trainer.callbacks if id(callback) in parts]  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class StepTester:
-    """Test samples, and what a module's own `test_step` logs of them, which is what it is measured by."""
+    """Test samples, and the metrics that a module's own `test_step` logs of them.
+
+    The hooks of the module run, and the hooks of the callbacks that are parts of the module.
+    """
 
     stream: FederatedStream
     rows: IntArray
@@ -245,9 +255,11 @@ class StepTester:
         return values
 
     def _run(self, module: L.LightningModule, rows: IntArray) -> tuple[dict[str, float | None], EpochLog]:
-        stage, caught = _stage_of(module), EpochLog()
+        stage, caught, callbacks = _stage_of(module), EpochLog(), _callbacks_within(module)
 
         def call(hook: str, *args: Any) -> Any:
+            for callback in callbacks if hook.startswith("on_") else ():
+                getattr(callback, hook)(module.trainer, module, *args)
             return getattr(module, hook)(*args)
 
         with aside(module, self.stream, RunningStage.TESTING if stage == "test" else RunningStage.VALIDATING):
@@ -255,6 +267,8 @@ class StepTester:
                 if isinstance(part, Metric | MetricCollection):
                     part.reset()
             module.log = caught  # type: ignore[method-assign]
+            for callback in callbacks:
+                callback.log = caught  # type: ignore[attr-defined]
             call(f"on_{stage}_start")
             call(f"on_{stage}_epoch_start")
             loading = self.stream.samples.loaders.get(self.part)

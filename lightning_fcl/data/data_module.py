@@ -51,7 +51,7 @@ def modules_of(data: object) -> list[L.LightningDataModule]:
 def lend_hooks(modules: Sequence[L.LightningDataModule], stream: L.LightningDataModule, prepared: bool = False) -> None:
     """Let a stream prepare its data, and transfer batches, by the hooks of data modules that override them."""
     stream.prepare_data_per_node = all(module.prepare_data_per_node for module in modules)
-    hooks = [module.prepare_data for module in modules]
+    hooks = [partial(_prepare, module, stream) for module in modules]
     stream.prepare_data = partial(_once, [True] * prepared, hooks)  # type: ignore[method-assign]
     for module, hook in product(modules, TRANSFER_HOOKS):
         if not is_overridden(hook, module):
@@ -62,6 +62,12 @@ def lend_hooks(modules: Sequence[L.LightningDataModule], stream: L.LightningData
                 f"overrides `{hook}`. Do in its data sets' own transforms what it does."
             )
         setattr(stream, hook, partial(_unless_idle, getattr(module, hook)))
+
+
+def _prepare(module: L.LightningDataModule, stream: L.LightningDataModule) -> None:
+    """Prepare the data of a data module, which has the Trainer of the stream, if there is one."""
+    module.trainer = stream.trainer
+    module.prepare_data()
 
 
 def _once(done: list[bool], hooks: Iterable[Callable[[], None]]) -> None:

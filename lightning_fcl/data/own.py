@@ -80,16 +80,17 @@ class SizedItems(ItemsOf):
 
 
 def data_set(given: Any, whose: str) -> Dataset[Any]:
-    """What has a length and items, as a data set; not arrays, whose items say nothing of their targets."""
+    """Return data with a length and items as a dataset. Arrays are rejected: their items have no targets."""
     refuse_other_lightning(given)
     whole = isinstance(given, Sized) and not isinstance(given, str | bytes | Mapping | tuple | IterableDataset)
     if hasattr(given, "__array__") or isinstance(given, tuple):
         remedy = "`FederatedStream.from_arrays(x, y)` takes arrays, `torch.utils.data.TensorDataset` makes one of them."
     elif not whole or not hasattr(given, "__getitem__"):
-        remedy = "Keep its items in a list, or in a data set with `__len__` and `__getitem__`."
+        remedy = "Pass a dataset of numbered items, such as `torch.utils.data.Subset(x, range(len(x)))` of a list `x`."
     else:
         return given if isinstance(given, Dataset) else SizedItems(given)
-    raise TypeError(f"Expected a map-style data set {whose} but got a {type(given).__name__}. {remedy}")
+    clients = " A list or a dict has a dataset for each client." if whose.startswith("for client") else ""
+    raise TypeError(f"Expected a map-style data set {whose} but got a {type(given).__name__}. {remedy}{clients}")
 
 
 def of_anything(

@@ -36,7 +36,7 @@ def test_each_client_has_its_own_samples(names):
     ("data", "error", "message"),
     [
         ({"a": (torch.ones(3, 2), torch.ones(3))}, TypeError, "for client a but got a tuple. `FederatedStream.from_a"),
-        ({"a": {"x": site(1, 6)}}, TypeError, "Expected a map-style data set for client a but got a dict. Keep its"),
+        ({"a": {"x": site(1, 6)}}, TypeError, "a map-style data set for client a but got a dict. Pass a dataset"),
         ({}, ValueError, "Expected `data` to have a data set for each client but got none."),
         (
             {"train": site(1, 6), "unsupervised": site(2, 6), "test": site(1, 3)},

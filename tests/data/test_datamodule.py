@@ -27,7 +27,7 @@ from torchmetrics.functional import accuracy
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import EWC, ContinualMetrics, Pretrain, Replay
 from lightning_fcl.data.partition import IID
-from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario
+from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.local.vectorized import VectorizedTrainer
 
@@ -242,6 +242,20 @@ def test_hooks_run_once_each_and_have_the_trainer(quiet):
     stream.setup("fit")
     trainer_of(quiet).fit(Keeper(), datamodule=stream)
     assert by_hand.calls == ["prepare", "fit", "test"]
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_prepare_data_in_a_fit_has_the_trainer(quiet, clients):
+    """As in a plain Trainer; `LightningNodeData` of PyTorch Geometric requires the Trainer there."""
+
+    class Asks(Splits):
+        def prepare_data(self):
+            super().prepare_data()
+            self.trainer_of_prepare = self.trainer
+
+    modules, trainer = [Asks() for _ in range(clients)], trainer_of(quiet)
+    trainer.fit(Keeper(), datamodule=FederatedStream(modules if clients > 1 else modules[0], Stationary()))
+    assert [module.trainer_of_prepare for module in modules] == [trainer] * clients
 
 
 class Closes(Splits):

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, tester
@@ -80,8 +80,19 @@ class Sized(Endless):
 @pytest.mark.parametrize("make", [FederatedStream, FederatedStream.from_arrays])
 @pytest.mark.parametrize("data", [Endless(), Sized()])
 def test_an_iterable_data_set_is_refused_by_name(make, data):
-    with pytest.raises(TypeError, match=f"but got a {type(data).__name__}. Keep its items in a list"):
+    with pytest.raises(TypeError, match=f"but got a {type(data).__name__}. Pass a dataset of numbered items"):
         make(data, scenario=Stationary()).setup("fit")
+
+
+@pytest.mark.parametrize(
+    "items", [list(zip(X, Y, strict=True)), [{"x": x, "label": y} for x, y in zip(X, Y, strict=True)]]
+)
+def test_list_of_samples_as_clients_raises_error_with_working_fix(items):
+    with pytest.raises(TypeError, match=r" for client 0 but got .* A list or a dict has a dataset for each client\.$"):
+        FederatedStream(items, Stationary()).setup("fit")
+    stream = FederatedStream(Subset(items, range(len(items))), ClassIncremental(2), IID(2))
+    stream.setup("fit")
+    assert stream.classes == ("0", "1", "2", "3") and stream.plan.clients == ("0", "1")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true"])

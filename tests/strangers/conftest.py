@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import os
 
 import lightning.pytorch as L
 import pytest
@@ -9,8 +10,23 @@ import torch
 
 from lightning_fcl import FederatedStrategy
 
-PACKAGES = ("chemprop", "datasets", "lightly", "peft", "pytorch_forecasting", "torchgeo", "transformers")
+PACKAGES = (
+    "albumentations",
+    "anomalib",
+    "chemprop",
+    "datasets",
+    "lightly",
+    "monai",
+    "peft",
+    "pytorch_forecasting",
+    "torch_geometric",
+    "torchgeo",
+    "transformers",
+)
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+# Without it, albumentations asks the package index for its newest version.
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 
 
 def pytest_collection_modifyitems(items):
@@ -66,8 +82,13 @@ def assert_alike(module, state):
     for name, value in state.items():
         if value.is_floating_point():
             torch.testing.assert_close(
-                own[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
+                own[name], value, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda text, at=name: f"{at}: {text}"
             )
+
+
+@pytest.fixture(name="trainer_of")
+def _trainer_of():
+    return trainer_of
 
 
 @pytest.fixture(name="federated")

@@ -1,0 +1,376 @@
+"""Data and modules of other libraries train in a federation as in a plain Trainer, by independent calculations."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, Replay
+from lightning_fcl.data.batches import Request
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
+from lightning_fcl.data.split import Split
+from lightning_fcl.models import MLP
+
+BATCH = 4
+
+
+class Steps(L.LightningModule):
+    """A network that is trained with a loss of a batch."""
+
+    def __init__(self, network: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]):
+        super().__init__()
+        self.network, self.loss = network, loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.network, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass
+class Library:
+    """A module of a library, and its data.
+
+    Args:
+        module: The module.
+        data: Returns the data set of a client by the client's number.
+        loader: Returns the library's own loader of a data set.
+        options: Arguments of a stream in place of those of the loader.
+        wrap: Returns a client's data set as the stream takes it.
+    """
+
+    module: L.LightningModule
+    data: Callable[[int], Any]
+    loader: Callable[[Any], DataLoader]
+    options: dict[str, Any] = field(default_factory=dict)
+    wrap: Callable[[Any], Any] = lambda data: data
+
+    def stream(self, clients: int, rounds: int) -> FederatedStream:
+        own = [self.wrap(self.data(client)) for client in range(clients)]
+        split = Split(test=0.0)
+        return FederatedStream(own, Stationary(rounds), split=split, batch_size=BATCH, shuffle=False, **self.options)
+
+
+def digits(client: int, samples: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    """Images of shape (n, 8, 8) from 0 to 1, and labels; each client has its own."""
+    images, labels = load_digits(return_X_y=True)
+    rows = slice(samples * client, samples * (client + 1))
+    return images[rows].reshape(-1, 8, 8).astype(np.float32) / 16, labels[rows]
+
+
+def monai() -> Library:
+    """A U-Net that segments digits, on batches of `MetaTensor`."""
+    from monai.data import CacheDataset, DataLoader, list_data_collate
+    from monai.losses import DiceCELoss
+    from monai.networks.nets import UNet
+    from monai.transforms import Compose, EnsureChannelFirstd, EnsureTyped, NormalizeIntensityd, RandFlipd
+
+    def data(client: int) -> CacheDataset:
+        keys = ["image", "mask"]
+        transform = Compose(
+            [
+                EnsureChannelFirstd(keys, channel_dim="no_channel"),
+                NormalizeIntensityd("image"),
+                EnsureTyped(keys),
+                RandFlipd(keys, prob=1.0, spatial_axis=1),
+            ]
+        )
+        items = [{"image": image, "mask": image > 0.5} for image in digits(client)[0]]
+        return CacheDataset(items, transform, progress=False)
+
+    criterion = DiceCELoss(sigmoid=True)
+    module = Steps(
+        UNet(spatial_dims=2, in_channels=1, out_channels=1, channels=(4, 8), strides=(2,)),
+        lambda network, batch: criterion(network(batch["image"]), batch["mask"].float()),
+    )
+    return Library(module, data, lambda own: DataLoader(own, batch_size=BATCH), {"collate_fn": list_data_collate})
+
+
+def hugging_face() -> Library:
+    """A network of mean word vectors, on sentences that are padded to the longest of their batch."""
+    import datasets
+
+    def pad(batch: dict[str, list]) -> dict[str, torch.Tensor]:
+        words = [torch.tensor(words) for words in batch["words"]]
+        return {"words": nn.utils.rnn.pad_sequence(words, batch_first=True), "label": torch.tensor(batch["label"])}
+
+    def data(client: int) -> datasets.Dataset:
+        rng = np.random.default_rng(client)
+        words = [rng.integers(1, 20, size=2 + (7 * i) % 5).tolist() for i in range(10)]
+        return datasets.Dataset.from_dict({"words": words, "label": [i % 3 for i in range(10)]}).with_transform(pad)
+
+    class MeanOfWords(nn.Module):
+        """Averages over the padding, too: padding to another length changes the loss."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.head(self.words(words).mean(dim=1))
+
+    module = Steps(MeanOfWords(), lambda network, batch: F.cross_entropy(network(batch["words"]), batch["label"]))
+    return Library(module, data, lambda own: DataLoader(own, BATCH))
+
+
+class AugmentedDigits(Dataset):
+    """Digits of a client with a transform of albumentations."""
+
+    def __init__(self, client: int, transform: Callable[..., dict[str, Any]]) -> None:
+        self.images, self.labels = digits(client)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.transform(image=self.images[index][..., None])["image"], int(self.labels[index])
+
+
+def albumentations() -> Library:
+    import albumentations as A
+
+    transform = A.Compose(
+        [A.Affine(rotate=(30, 30), p=1.0), A.HorizontalFlip(p=1.0), A.Normalize(0.3, 0.4, 1.0), A.ToTensorV2()]
+    )
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    module = Steps(network, lambda network, batch: F.cross_entropy(network(batch[0]), batch[1]))
+    return Library(module, lambda client: AugmentedDigits(client, transform), lambda own: DataLoader(own, BATCH))
+
+
+def graphs(client: int, samples: int = 10) -> Any:
+    """Circles of several sizes in an `InMemoryDataset`, whose features differ between the classes."""
+    from torch_geometric.data import Data, InMemoryDataset
+
+    class Circles(InMemoryDataset):
+        def __init__(self) -> None:
+            super().__init__()
+            draw, items = torch.Generator().manual_seed(client), []
+            for number in range(samples):
+                node, label = torch.arange(3 + number % 4), number % 3
+                x = torch.randn(len(node), 5, generator=draw) + 2 * F.one_hot(torch.tensor(label), 5)
+                edges = torch.stack([node, (node + 1) % len(node)])
+                items.append(Data(x=x, edge_index=torch.cat([edges, edges.flip(0)], 1), y=torch.tensor([label])))
+            self.data, self.slices = self.collate(items)
+
+    return Circles()
+
+
+class GraphClassifier(nn.Module):
+    """Two graph convolutions, and a mean over the nodes of a graph."""
+
+    def __init__(self) -> None:
+        from torch_geometric.nn import GCNConv
+
+        super().__init__()
+        self.first, self.second, self.head = GCNConv(5, 8), GCNConv(8, 8), nn.Linear(8, 3)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        from torch_geometric.nn import global_mean_pool
+
+        x = self.first(batch.x, batch.edge_index).relu()
+        x = self.second(x, batch.edge_index).relu()
+        return self.head(global_mean_pool(x, batch.batch))
+
+
+def graph_loss(network: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(network(batch), batch.y)
+
+
+def torch_geometric() -> Library:
+    from torch_geometric.data import Batch
+    from torch_geometric.loader import DataLoader
+
+    options = {"collate_fn": Batch.from_data_list}
+    return Library(Steps(GraphClassifier(), graph_loss), graphs, lambda own: DataLoader(own, BATCH), options)
+
+
+def torch_geometric_data_module() -> Library:
+    """A data module of the library for each client, whose loaders say how batches are made."""
+    from torch_geometric.data.lightning import LightningDataset
+
+    return replace(torch_geometric(), options={}, wrap=lambda data: LightningDataset(data, batch_size=BATCH))
+
+
+class Images(Dataset):
+    """Digits of a client as items of anomalib; the second half of them are anomalous if ``anomalous``."""
+
+    def __init__(self, client: int, anomalous: bool = False) -> None:
+        self.images = torch.from_numpy(digits(client)[0])[:, None].repeat(1, 3, 1, 1)
+        self.anomalous = anomalous
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        from anomalib.data import ImageItem
+
+        label = self.anomalous and index >= len(self) // 2
+        image = 1 - self.images[index] if label else self.images[index]
+        return ImageItem(image=image, gt_label=torch.tensor(label), image_path=f"{index}.png")
+
+
+def anomalib(**arguments: Any) -> Library:
+    """GANomaly: two optimizers, batch normalization, and a callback in the module that resizes each batch."""
+    from anomalib.data import ImageBatch
+    from anomalib.metrics import AUROC, Evaluator
+    from anomalib.models import Ganomaly
+    from anomalib.pre_processing import PreProcessor
+    from torchvision.transforms import v2
+
+    metrics = Evaluator(test_metrics=[AUROC(fields=["pred_score", "gt_label"], prefix="image_")])
+    resize = PreProcessor(v2.Resize((32, 32)))
+    sizes = {"batch_size": BATCH, "n_features": 8, "latent_vec_size": 10}
+    module = Ganomaly(**sizes, pre_processor=resize, evaluator=metrics, visualizer=False, **arguments)
+    loader = lambda own: DataLoader(own, BATCH, collate_fn=ImageBatch.collate)  # noqa: E731
+    return Library(module, Images, loader, {"collate_fn": ImageBatch.collate})
+
+
+LIBRARIES = (monai, hugging_face, albumentations, torch_geometric, torch_geometric_data_module, anomalib)
+
+
+@pytest.mark.may(
+    "train on batches of `MetaTensor`, graphs, dataclasses, or padded to the longest sample",
+    "clients have the batches of the library's own loader",
+)
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)
+def test_federation_on_data_of_library_equals_plain_trainers(make, clients, federated, by_hand, assert_alike):
+    library, rounds = make(), 2
+    module = copy.deepcopy(library.module)
+    federated(module, library.stream(clients, rounds))
+    data = [library.data(client) for client in range(clients)]
+    after = by_hand(library.module, [(len(own), library.loader(own)) for own in data], rounds)
+    before = library.module.state_dict()
+    assert any(not torch.equal(before[name], value) for name, value in after.items())
+    assert_alike(module, after)
+
+
+def splits_of_images(client: int) -> dict[str, Images]:
+    """Training images without anomalies, and validation and test images with some."""
+    return {"train": Images(client), "validation": Images(10 + client, True), "test": Images(20 + client, True)}
+
+
+def test_anomalib_thresholds_and_metrics_equal_plain_trainer(federated, by_hand, assert_alike, trainer_of):
+    """The post-processor sets the thresholds on validation samples, and the evaluator measures."""
+    library, rounds, clients = anomalib(), 2, [splits_of_images(client) for client in range(2)]
+    stream = FederatedStream(clients, Stationary(rounds), batch_size=BATCH, shuffle=False, **library.options)
+    module, expected = copy.deepcopy(library.module), library.module
+    trainer = federated(module, stream)
+
+    trained = [(len(own["train"]), library.loader(own["train"])) for own in clients]
+    expected.load_state_dict(by_hand(expected, trained, rounds))
+    alone, joined = trainer_of(), {part: ConcatDataset([own[part] for own in clients]) for part in clients[0]}
+    alone.validate(expected, library.loader(joined["validation"]), verbose=False)
+    assert expected.post_processor.image_min.isfinite()
+    assert_alike(module, expected.state_dict())
+    (tested,) = trainer.test(module, datamodule=stream, verbose=False)
+    (by_plain,) = alone.test(expected, library.loader(joined["test"]), verbose=False)
+    assert tested and tested == pytest.approx(by_plain)
+
+
+def test_continual_metrics_of_anomalib_equal_plain_test(federated):
+    """Without a post-processor, the results do not depend on the validation samples."""
+    library = anomalib(post_processor=False)
+    stream = FederatedStream([splits_of_images(0)], Stationary(1), batch_size=BATCH, **library.options)
+    metrics = ContinualMetrics()
+    trainer = federated(library.module, stream, callbacks=[metrics])
+    (tested,) = trainer.test(library.module, datamodule=stream, verbose=False)
+    (measured,) = metrics.record["rounds"][-1]["values"]["server"]["image_AUROC"].values()
+    assert measured == pytest.approx(tested["image_AUROC"])
+
+
+def test_replay_of_meta_tensors_resumes_as_if_never_interrupted(tmp_path, trainer_of, assert_alike):
+    """Checkpoints have plain tensors, which a process without MONAI can read."""
+    from monai.data import MetaTensor
+
+    class Scans(Dataset):
+        def __init__(self, client: int) -> None:
+            self.images, self.labels = digits(client)
+
+        def __len__(self) -> int:
+            return len(self.labels)
+
+        def __getitem__(self, index: int) -> tuple[MetaTensor, int]:
+            return MetaTensor(torch.from_numpy(self.images[index])), int(self.labels[index]) % 2
+
+    def fit(rounds: int, **resumed: Any) -> tuple[L.LightningModule, L.Trainer]:
+        stream = FederatedStream([Scans(0), Scans(1)], ClassIncremental(2, 2), batch_size=BATCH, seed=0)
+        torch.manual_seed(0)
+        module = Classifier(MLP([64, 8, 2]), 2, lambda params: torch.optim.SGD(params, lr=0.1))
+        trainer = trainer_of(strategy=FederatedStrategy(), max_epochs=rounds, callbacks=[Replay(max_size=4)])
+        trainer.fit(module, datamodule=stream, **resumed)
+        return module, trainer
+
+    _, interrupted = fit(rounds=3)
+    interrupted.save_checkpoint(tmp_path / "after.ckpt")
+    content = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert not any(isinstance(leaf, MetaTensor) for leaf in tree_leaves(content))
+    module, _ = fit(rounds=4, ckpt_path=tmp_path / "after.ckpt")
+    assert_alike(module, fit(rounds=4)[0].state_dict())
+
+
+def test_graphs_with_labels_in_y_are_learnt_class_by_class(federated):
+    """Graphs keep their labels in no place that other data sets have: `y=` states them."""
+    from torch_geometric.data import Batch
+
+    data, scenario = graphs(client=0, samples=30), ClassIncremental(3, class_order=[0, 1, 2])
+    stream = FederatedStream(
+        data, scenario, IID(2), y=data.y, batch_size=BATCH, collate_fn=Batch.from_data_list, seed=0
+    )
+    stream.setup("fit")
+    assert stream.classes == ("0", "1", "2") and stream.plan.rounds == 3
+    for number, current in enumerate(stream.plan.train):
+        assert {int(data[int(row)].y) for rows in current.values() for row in rows} == {number}
+    module = Steps(GraphClassifier(), graph_loss)
+    before = copy.deepcopy(module.state_dict())
+    federated(module, stream)
+    assert any(not torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def random_monai(client: int) -> Dataset:
+    from monai.data import Dataset
+    from monai.transforms import Compose, EnsureTyped, RandGaussianNoised, RandRotated
+
+    images, labels = digits(client)
+    noise = [RandRotated("x", range_x=0.5, prob=0.5), RandGaussianNoised("x", prob=0.9), EnsureTyped("x")]
+    return Dataset(
+        [{"x": image[None], "label": int(y)} for image, y in zip(images, labels, strict=True)], Compose(noise)
+    )
+
+
+def random_albumentations(client: int) -> Dataset:
+    import albumentations as A
+
+    return AugmentedDigits(client, A.Compose([A.Affine(rotate=(-30, 30), p=0.5), A.GaussNoise(p=0.9), A.ToTensorV2()]))
+
+
+@pytest.mark.parametrize("make", [random_monai, random_albumentations])
+def test_random_transforms_of_library_depend_on_client_and_round_only(make):
+    """They do not depend on the processes that read, or on the other clients."""
+
+    def read(clients: str, round: int, num_workers: int = 0) -> torch.Tensor:
+        data = {name: make(int(name)) for name in clients}
+        split = Split(test=0.0)
+        stream = FederatedStream(data, Stationary(2), split=split, num_workers=num_workers, seed=0)
+        stream.setup("fit")
+        request = Request.of(stream.plan.train[round]["1"], 0, "1", round, 0)
+        (batch,) = stream.read([request])
+        return torch.as_tensor(batch["x"] if isinstance(batch, dict) else batch[0])
+
+    first = read("1", round=0)
+    assert torch.equal(first, read("01", round=0)) and torch.equal(first, read("01", round=0, num_workers=1))
+    assert not torch.equal(first, read("1", round=1))
