@@ -259,7 +259,7 @@ SCENARIOS = (
     "Online, Staggered, FLwFScenario, ODFCLScenario, FedViTScenario, or one of these names, but got"
 )
 PARTITIONS = "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards, ClassSubsets, or one of these"
-ORDER = "Expected `class_order` among 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 or their numbers but got "
+ORDER = "Expected `class_order` to contain 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, or their positions from 0 to 9, but got "
 WRONG = [
     ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
     ({"num_workers": -1}, "Expected `num_workers` to be at least 0 but got -1."),

@@ -270,7 +270,7 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
     place = {name: number for number, name in enumerate(names)}
     by_name = [place.get(str(entry), -1) for entry in order]
     by_position = [
-        number if isinstance(entry, str) else int(entry) if not names or 0 <= entry < len(names) else -1
+        number if isinstance(entry, str) else _position(entry, names)
         for entry, number in zip(order, by_name, strict=True)
     ]
     possible = [
@@ -291,6 +291,12 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
     if not possible:
         raise ValueError(f"Expected `{argument}` to order all of {list(present)} but got {by_position}.")
     return possible[0]
+
+
+def _position(entry: object, names: Sequence[str]) -> int:
+    """Return a position in the list of names, or any whole number if there are no names; -1 for anything else."""
+    is_position = isinstance(entry, int | np.integer) and (not names or 0 <= entry < len(names))
+    return int(entry) if is_position else -1  # type: ignore[call-overload]
 
 
 def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
