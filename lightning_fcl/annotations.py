@@ -31,9 +31,16 @@ class _Names(dict[str, Any]):
 
 
 def resolve_annotations(annotations: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """Return the types of annotations that a module has as strings."""
-    names = _Names(vars(sys.modules[module]))
-    return {name: eval(hint, {}, names) if isinstance(hint, str) else hint for name, hint in annotations.items()}
+    """Return the types of annotations that a module has as strings. One that cannot be resolved stands for any type."""
+    names = _Names(vars(sys.modules[module])) if module in sys.modules else _Names()
+    return {name: _resolve(hint, names) if isinstance(hint, str) else hint for name, hint in annotations.items()}
+
+
+def _resolve(hint: str, names: _Names) -> Any:
+    try:
+        return eval(hint, {}, names)
+    except Exception:  # such as an attribute of a module that is imported for type checkers only
+        return Any
 
 
 @lru_cache(maxsize=1024)

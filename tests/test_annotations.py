@@ -200,3 +200,10 @@ def test_annotations_of_users_classes_check_only_numbers():
     assert Mine(mu=0.5).kind is nn.Linear
     with pytest.raises(TypeError, match=r"^Expected `mu` to be a number"):
         Mine(mu="0.5x")
+
+
+def test_annotation_that_cannot_be_resolved_accepts_any_value():
+    class Mine(callbacks.FedProx):
+        kind: "np.no_such_type | no_such_module.Name" = "anything"  # noqa: F821
+
+    assert Mine(mu=0.5).kind == "anything"
