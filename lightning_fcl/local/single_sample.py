@@ -23,6 +23,8 @@ from lightning_fcl.local.loop_counts import counting, silent
 from lightning_fcl.local.outside import Outside
 from lightning_fcl.local.trial import copy_of
 from lightning_fcl.methods.client import is_labelled
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.frozen_layers import frozen_layers
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.trial import as_handed, first_rows
 
@@ -105,8 +107,11 @@ def _forward(module: L.LightningModule, batch: Batch) -> list[Tensor]:
 
 
 def _copied(module: L.LightningModule, optimizers: Sequence[Optimizer]) -> L.LightningModule:
-    """Return a copy of a module in training mode. Manual optimization steps the copy."""
-    copied = copy_of(module).train()
+    """Return a copy of a module whose layers are in the modes of local training. Manual optimization steps the copy."""
+    copied = copy_of(module)
+    if any(method.needs.features for method in methods_of(module.trainer)):
+        for _, layer in frozen_layers(copied):
+            layer.training = False
     if copied.automatic_optimization:
         return copied
     twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))

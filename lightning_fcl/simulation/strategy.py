@@ -246,7 +246,7 @@ class FederatedStrategy(RanksStrategy):
             torch.set_flush_denormal(False)
             self._flushes = False
         if (stream := stream_of(trainer)) is not None:
-            stream.count_batches = None
+            stream.count_batches, stream.min_batch_size = None, 1
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import Replay
+from lightning_fcl.callbacks import FedProto, Replay
 from lightning_fcl.data.batches import Batching, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
@@ -91,9 +91,33 @@ class Images(Own):
         return self.net(self.norm(x.view(-1, 1, 2, 3)).flatten(1))
 
 
+class Evaluating(BatchNorm):
+    """Batch normalization that keeps its statistics, because its layer is in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[1].running_mean.normal_()
+        self.net[1].eval()
+
+
 class GroupNorm(Own):
     def __init__(self):
         super().__init__(nn.GroupNorm(2, 8))
+
+
+class Embeds(nn.Module):
+    features = 8
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.head = nn.Linear(8, 4)
+
+    def embed(self, x):
+        return self.body(x)
+
+    def forward(self, x):
+        return self.head(self.embed(x))
 
 
 def arrays(sizes):
@@ -170,12 +194,12 @@ def test_module_that_cannot_train_on_one_sample_equals_hand_loop_of_merged_batch
     assert_same_state(module, by_hand(copied, SIZES, merged))
 
 
-@pytest.mark.parametrize("kind", [Own, Images, GroupNorm])
+@pytest.mark.parametrize("kind", [Own, Images, Evaluating, GroupNorm])
 def test_module_that_can_train_on_one_sample_equals_hand_loop_of_all_batches(fit, kind):
     module, stream = kind(), stream_of()
     copied = kind()
     trainer = fit(module, stream)
-    assert trainer.strategy.server.record.skipped == [] and stream.min_batch_size == 1
+    assert trainer.strategy.server.record.skipped == []
     assert_same_state(module, by_hand(copied, SIZES, plain))
 
 
@@ -188,6 +212,14 @@ def test_trial_on_one_sample_changes_nothing(fit):
         fit(module, stream_of(sizes, shuffle=True), cohort_size=1)
         states.append(module.state_dict())
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_batch_normalization_beside_a_method_with_features_trains_on_one_sample(fit, make_task, frozen):
+    net, stream = Embeds(), stream_of(scenario=ClassIncremental(1, 2))
+    net.body.requires_grad_(not frozen)
+    trainer = fit(make_task(model=net), stream, [FedProto()])
+    assert trainer.strategy.server.record.skipped == ([] if frozen else ["b"])
 
 
 def test_drop_last_skips_a_client_of_one_sample(fit):
