@@ -223,7 +223,10 @@ def test_readable_subclasses_become_plain(make, tmp_path):
     assert type(content["loops"]) is not torch.Tensor  # the content itself does not change
 
 
-@pytest.mark.parametrize("leaf", [Path("a"), np.float64(1), np.zeros(2), object(), range(3), len], ids=repr)
+OTHERS = [Path("a"), np.float64(1), np.zeros(2), object(), range(3), len]
+
+
+@pytest.mark.parametrize("leaf", OTHERS, ids=[type(leaf).__name__ for leaf in OTHERS])
 def test_readable_other_values_are_rejected_by_path(leaf):
     with pytest.raises(ValueError) as caught:
         readable({"state_dict": {}, **nested(leaf)})
