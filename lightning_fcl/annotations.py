@@ -222,9 +222,9 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
         return f"Use `{name}={quoted_value(near[0])}`."
     found = [_convert(value, wanted) for wanted in _members(hint)]
     usable = [other for other in found if other is not None and accepts(other, hint)]
-    if usable:
-        equal = [other for other in usable if other == _convert(value, float)]
-        return f"Use `{name}={[*equal, *usable][0]!r}`."
+    equal = [other for other in usable if isinstance(other, bool) or other == _convert(value, float)]
+    if equal:
+        return f"Use `{name}={equal[0]!r}`."
     if default is Parameter.empty:
         return f"Pass {describe(hint)}."
     return "Leave it out." if default is None else f"Leave it out for the default, {quoted_value(default)}."

@@ -35,6 +35,7 @@ from lightning_fcl.simulation.checkpoint_content import check_states
 from lightning_fcl.simulation.limits import check_ranks
 from lightning_fcl.simulation.strategy import FederatedStrategy
 from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +224,9 @@ def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Traine
             f"Expected a network for samples of shape {_shape_of(x)}, but it raised: {error}. Set the size of the "
             "network, such as `sizes`, `in_features` or `image_size`, to the size of the samples."
         ) from error
-    except Exception as error:  # Code of a user may raise anything: its `forward` may take other arguments.
+    except Exception as error:  # The `forward` of a user's module may take other arguments.
+        if isinstance(task, Task):
+            raise
         log.debug("`forward` cannot process a sample.", exc_info=error)
         return ""
     if isinstance(task, Classifier) and not task.task_incremental:

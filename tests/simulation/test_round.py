@@ -48,7 +48,7 @@ def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task,
 
 @pytest.mark.argument(
     "reload_dataloaders_every_n_epochs",
-    "honored: validation loaders, except those of a LightningDataModule, with which it is rejected",
+    "honoured: validation loaders, except those of a LightningDataModule, with which it is rejected",
 )
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, cohort_size, monkeypatch):
