@@ -90,8 +90,8 @@ def words_of_run(folder: Path, checkpoint: str) -> list[str]:
 
 def _fit(words: Sequence[str]) -> None:
     with many_imports():  # after what may be refused without them
-        from lightning_fcl.running.fit import run as train
-    done = train(["fit", *words])
+        from lightning_fcl.running.fit import FitCLI, run
+    done = run(["fit", *words], FitCLI)
     if done.leaves_results:
         print(_end(done.out))
 

@@ -133,27 +133,6 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def plain_tensor(value: Tensor) -> Tensor:
-    """Return a tensor as a `torch.Tensor`, without a subclass, attributes and gradient. Its numbers are not copied.
-
-    A subclass that wraps other tensors, such as `DTensor`, has no numbers of its own and is returned unchanged.
-
-    Example:
-        >>> plain_tensor(torch.nn.Parameter(torch.ones(1)))
-        tensor([1.])
-    """
-    if hasattr(type(value), "__tensor_flatten__"):
-        return value
-    if type(value) is Tensor and not value.requires_grad and not vars(value):
-        return value
-    return value.as_subclass(Tensor).detach()  # `detach` alone returns the subclass
-
-
-def plain_samples(samples: Any) -> Any:
-    """Return samples, in any nest, with a plain `torch.Tensor` for each tensor: see `plain_tensor`."""
-    return apply_to_collection(samples, Tensor, plain_tensor, allow_frozen=True)
-
-
 def number_of(samples: Any) -> int:
     """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one, or none."""
     if isinstance(samples, Mapping):

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
 
-from lightning_fcl.data.batches import Collate, fetch, plain_tensor
+from lightning_fcl.data.batches import Collate, fetch
 from lightning_fcl.data.client_data import SPLITS, check_shapes, check_sizes, targets_in, targets_of_clients
 from lightning_fcl.data.data_module import Parts, agreed, are_several, take_apart, with_worker_init
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.data.samples import Joined, PublicData, Samples, name_of, of_public
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, named
 from lightning_fcl.data.targets import (

@@ -15,13 +15,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, plain_samples, plan_client, read
+from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, plan_client, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
 from lightning_fcl.data.features import as_pixels, embedded
 from lightning_fcl.data.own import Benchmark, Data, names_clients, of_anything, of_benchmark, refuse_dealt, samples_of
 from lightning_fcl.data.partition import Natural, Partition
+from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.samples import Samples, loader_of, name_of, normalised, rows_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, named
 from lightning_fcl.data.split import Split, draw
@@ -108,8 +109,7 @@ class FederatedStream(L.LightningDataModule):
         self.split = split
         refuse_dealt(self.scenario, partition=partition, split=split)
         self.collate_fn = collate_fn
-        self._classes, self._targets = classes, y
-        self.features = features
+        self._classes, self._targets, self.features = classes, y, features
         self._seed = seed
         self._torn_down = False
         self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.data.batches import plain_tensor
 from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.exact import CohortSums, weighted_sum
 from lightning_fcl.federation.ranks import Ranks

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_fcl.data.batches import plain_tensor
+from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import NoRoomError
 from lightning_fcl.evaluation.files import TemporaryFolder, inside, write_whole, writing
 from lightning_fcl.federation.ranks import Ranks

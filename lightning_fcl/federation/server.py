@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.data.batches import plain_tensor
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import check_clients, listed, quoted
 from lightning_fcl.federation.aggregation import (
     Aggregator,

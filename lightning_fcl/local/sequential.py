@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.data.batches import Batch, plain_tensor
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fcl.data.attached import need_stream, stream_of
-from lightning_fcl.data.batches import Batch, plain_samples
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
+from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.federation.aggregation import Aggregator, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of

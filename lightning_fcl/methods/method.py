@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.batches import plain_samples
+from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import Batch, joined, plain_samples
+from lightning_fcl.data.batches import Batch, joined
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.errors import argument, one_of
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory

@@ -14,9 +14,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.batches import joined, number_of, plain_samples, plain_tensor, some_of, window
+from lightning_fcl.data.batches import joined, number_of, some_of, window
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.generators import Generators
+from lightning_fcl.data.plain_tensors import plain_samples, plain_tensor
 from lightning_fcl.methods.client import Client, Step, is_labelled
 from lightning_fcl.methods.declaration import Declaration, ReplaySamples, ReplayTransform, overrides
 from lightning_fcl.randomness import Keys, global_seed, keys_of, numbers, seed_of, start_randomness

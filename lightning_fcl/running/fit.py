@@ -167,7 +167,7 @@ class FederatedCLI(LightningCLI):
                 saving = {"save_on_train_epoch_end": True, "enable_version_counter": False}
                 callbacks.append(ModelCheckpoint(last.parent, last.stem, **saving))  # type: ignore[arg-type]
             self._ending = StopAfterRound(last if saves else None)
-            callbacks += [self._ending, PrintParticipation()]
+            callbacks.append(self._ending)
             if config["logger"] is None and not config["barebones"]:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
             if config["default_root_dir"] is None:
@@ -209,6 +209,15 @@ class FederatedCLI(LightningCLI):
                 write_files(self.out)
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(self.program, self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
+
+
+class FitCLI(FederatedCLI):
+    """The command ``lightning-fcl fit``, which prints how many clients train in a round."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks_of(trainer).append(PrintParticipation())
+        return trainer
 
 
 def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], command: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
 
-from lightning_fcl.data.batches import plain_tensor
+from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.hub.checkpoint import read_checkpoint
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}

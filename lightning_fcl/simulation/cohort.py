@@ -14,18 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import (
-    Alike,
-    Batch,
-    Request,
-    alike,
-    joined,
-    order_keys,
-    plain_samples,
-    plan_cohort,
-    some_of,
-)
+from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, order_keys, plan_cohort, some_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import ClientState, Memory

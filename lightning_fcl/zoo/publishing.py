@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from lightning_fcl.data.batches import plain_samples
+from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
 from lightning_fcl.errors import require

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import MAS, Replay
-from lightning_fcl.data.batches import plain_tensor
 from lightning_fcl.data.partition import IID
+from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.deployment.messages import encode_entry
 from lightning_fcl.federation.client_store import ClientStore

@@ -107,7 +107,9 @@ def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tupl
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
             raise ValueError(f"Expected `mean` and `std`, but got no `{name}`. Pass both, or neither.")
-        broadcasts = values.ndim == len(shape) and all(n in (1, m) for n, m in zip(values.shape, shape, strict=True))
+        broadcasts = values.ndim in (0, len(shape)) and all(
+            n in (1, m) for n, m in zip(values.shape, shape, strict=False)
+        )
         low = values.min() < 0 if name == "mean" else values.min() <= 0
         if not broadcasts or low or not np.isfinite(values).all():
             raise ValueError(
