@@ -87,7 +87,7 @@ def test_a_field_declares_its_range():
     check_fields(Momentum(mu=0.5, steps=2))
     with pytest.raises(ValueError, match=r"^Expected `mu` to be between 0 and 1 but got 1\.5\.$"):
         check_fields(Momentum(mu=1.5))
-    with pytest.raises(TypeError, match=r"^Expected `steps` to be a whole number, but got 1\.5\. Use `steps=2`\.$"):
+    with pytest.raises(TypeError, match=r"^Expected `steps` to be a whole number, but got 1\.5\. Leave it out"):
         check_fields(Momentum(steps=1.5))
     with pytest.raises(
         TypeError, match=r'^Expected `mu` to be a number, but got "much"\. Leave it out for the default, 0\.9\.$'

@@ -14,6 +14,7 @@ def plain_tensor(value: Tensor) -> Tensor:
     A subclass that wraps other tensors, such as `DTensor`, has no numbers of its own and is returned unchanged.
 
     Example:
+        >>> import torch
         >>> plain_tensor(torch.nn.Parameter(torch.ones(1)))
         tensor([1.])
     """

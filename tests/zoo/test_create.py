@@ -89,7 +89,8 @@ def test_a_reservoir_of_others():
 def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "lightning_fcl.running.fit.run", lambda words: seen.update(words=words) or SimpleNamespace(leaves_results=False)
+        "lightning_fcl.running.fit.run",
+        lambda words, kind: seen.update(words=words) or SimpleNamespace(leaves_results=False),
     )
     main(["fit", "--model", f"lightning_fcl.{task}", f"--model.pretrained={name}", "--print_config"])
     (tmp_path / "recipe.yaml").write_text("model: {}")
