@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
@@ -260,8 +259,7 @@ def _of_parts(
     everything = Joined([data for _, data in pieces])
 
     def sample_name(number: int) -> str:
-        piece = bisect_right(everything.cumulative_sizes, number)
-        place = number - (everything.cumulative_sizes[piece - 1] if piece else 0)
+        piece, place = everything.place_of(number)
         return f"{pieces[piece][0]} sample {place}" + (f" of client {owners[piece]}" if len(clients) > 1 else "")
 
     whole = of_anything(everything, given, classes=classes, collate_fn=collate_fn, sample_name=sample_name)

@@ -223,16 +223,22 @@ class Joined(ConcatDataset[Any]):
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
         """Return some items in the order of ``rows``; a batch of one dataset is returned as the dataset returns it."""
-        numbers = [bisect_right(self.cumulative_sizes, row) for row in rows]
-        each = {}
-        for number in dict.fromkeys(numbers):
-            start = self.cumulative_sizes[number - 1] if number else 0
-            own = [row - start for row, of in zip(rows, numbers, strict=True) if of == number]
-            each[number] = fetch(self.datasets[number], own)
+        places: dict[int, list[int]] = {}
+        numbers = []
+        for row in rows:
+            number, place = self.place_of(row)
+            places.setdefault(number, []).append(place)
+            numbers.append(number)
+        each = {number: fetch(self.datasets[number], own) for number, own in places.items()}
         if len(each) == 1:
             return each[numbers[0]]
         items = {number: iter(found) for number, found in each.items()}
         return [next(items[number]) for number in numbers]
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """Return the number of the dataset that has an item, and the number of the item in this dataset."""
+        number = bisect_right(self.cumulative_sizes, row)
+        return number, row - (self.cumulative_sizes[number - 1] if number else 0)
 
 
 class SampleRows(Dataset[tuple[Tensor, Tensor]]):

@@ -105,9 +105,9 @@ def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
     if samples.origin is None and samples.name != Samples.name:
         return  # The splits of published datasets are as published.
     is_trained = np.zeros(len(samples), dtype=np.bool_)
-    # Rounds may share one mapping.
-    for current in {id(current): current for current in plan.train}.values():
-        is_trained[np.concatenate([plan.pretrain, plan.base, *current.values()])] = True
+    is_trained[np.concatenate([plan.pretrain, plan.base])] = True
+    for current in plan.different_rounds:
+        is_trained[np.concatenate([EMPTY, *current.values()])] = True
     trained = np.flatnonzero(is_trained)
     if samples.origin is not None:
         remedy = "Leave shared samples out of one, or pass `split=Split(test=0.2)`, which keeps copies together."

@@ -56,8 +56,7 @@ def why_not_single_sample(
 
 def has_single_samples(stream: FederatedStream) -> bool:
     """Return whether some client has a batch of one sample in some round."""
-    rounds = {id(current): current for current in stream.plan.train}.values()
-    sizes = {len(rows) for current in rounds for rows in current.values()}
+    sizes = {len(rows) for current in stream.plan.different_rounds for rows in current.values()}
     return any(size % stream.batch_size == 1 or (size and stream.batch_size == 1) for size in sizes)
 
 

@@ -207,7 +207,7 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
             f"Expected `batch_size` to be at least 2 for `{type(module).__name__}`, which cannot train on a batch of "
             f"one sample ({why}), but got 1. Use `batch_size=2` or more."
         )
-    rounds = stream.plan.train
+    rounds = stream.plan.different_rounds
     single = [c for c in stream.plan.clients if any(len(current.get(c, ())) == 1 for current in rounds)]
     if single and federation.strategy.ranks.rank == 0:
         log.warning(

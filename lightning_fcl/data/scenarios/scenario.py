@@ -153,6 +153,11 @@ class Plan:
         return {}
 
     @property
+    def different_rounds(self) -> list[dict[str, IntArray]]:
+        """The entries of ``train``, once each: rounds may share an entry."""
+        return [*{id(current): current for current in self.train}.values()]
+
+    @property
     def rounds(self) -> int:
         """Number of rounds."""
         return len(self.train)
