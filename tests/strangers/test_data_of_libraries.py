@@ -23,21 +23,9 @@ from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.models import MLP
 
+from .steps import Steps
+
 BATCH = 4
-
-
-class Steps(L.LightningModule):
-    """A network that is trained with a loss of a batch."""
-
-    def __init__(self, network: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]):
-        super().__init__()
-        self.network, self.loss = network, loss
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(self.network, batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @dataclass

@@ -18,6 +18,8 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 
+from .steps import Steps
+
 BATCH = 4
 
 
@@ -32,20 +34,6 @@ class Items(Dataset):
 
     def __len__(self) -> int:
         return len(self.items)
-
-
-class Steps(L.LightningModule):
-    """The loss of a network, as a LightningModule."""
-
-    def __init__(self, network: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]):
-        super().__init__()
-        self.network, self.loss = network, loss
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(self.network, batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
 @dataclass
