@@ -39,8 +39,100 @@ log = logging.getLogger(__name__)
 _DISTRIBUTIONS = {"PIL": "pillow", "avalanche": "avalanche-lib", "sklearn": "scikit-learn"}
 
 
-class NoRoomError(OSError):
+class LightningFCLError(Exception):
+    """An error that the library raises on purpose. Its classes also derive from the built-in class of their kind.
+
+    Args:
+        message: What was expected and what was found instead.
+        hint: What to do about it, in sentences. The text of the error is the message followed by the hint.
+        argument: Name of the argument, option or field that is wrong.
+        value: What was found instead.
+        code: Kind of the error, for programs. The default is that of the class.
+
+    Example:
+        >>> error = InvalidValueError("Expected `lr` to be above 0 but got 0.", hint="Use `lr=0.1`.", argument="lr")
+        >>> print(error)
+        Expected `lr` to be above 0 but got 0. Use `lr=0.1`.
+        >>> error.code, error.argument, isinstance(error, ValueError)
+        ('invalid-value', 'lr', True)
+    """
+
+    code = "error"
+
+    def __init__(
+        self, message: str, *, hint: str = "", argument: str | None = None, value: object = None, code: str = ""
+    ) -> None:
+        self.hint = hint.strip()
+        self.argument, self.value = argument, value
+        if code:
+            self.code = code
+        super().__init__(f"{message} {self.hint}" if self.hint else message)
+
+
+class InvalidValueError(LightningFCLError, ValueError):
+    """An argument, a file or a message has a value that cannot be used."""
+
+    code = "invalid-value"
+
+
+class UnknownNameError(InvalidValueError):
+    """A name is none of those that exist."""
+
+    code = "unknown-name"
+
+
+class MissingValueError(InvalidValueError):
+    """Something that is needed was not given."""
+
+    code = "missing-value"
+
+
+class DamagedFileError(InvalidValueError):
+    """A file does not hold what it should."""
+
+    code = "damaged-file"
+
+
+class InvalidTypeError(LightningFCLError, TypeError):
+    """An argument has a value of another type than its annotation says."""
+
+    code = "invalid-type"
+
+
+class InvalidStateError(LightningFCLError, RuntimeError):
+    """Something is called at a time, or in a place, where it cannot work."""
+
+    code = "invalid-state"
+
+
+class MissingFileError(LightningFCLError, FileNotFoundError):
+    """A file or folder does not exist."""
+
+    code = "missing-file"
+
+
+class FileAccessError(LightningFCLError, OSError):
+    """The operating system refuses to read or write a file."""
+
+    code = "file-access"
+
+
+class NoRoomError(FileAccessError):
     """A disk is full, or a quota reached."""
+
+    code = "no-room"
+
+
+class ConnectionFailedError(LightningFCLError, ConnectionError):
+    """A download or an upload has failed."""
+
+    code = "connection-failed"
+
+
+class MissingPackageError(LightningFCLError, ModuleNotFoundError):
+    """A package that is needed is not installed."""
+
+    code = "missing-package"
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -69,8 +161,8 @@ def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> 
     unknown = sorted(set(named) - set(clients), key=str)
     if unknown:
         hint = did_you_mean(unknown[0], clients)
-        raise ValueError(
-            f"Expected {what} of the stream's clients ({listed(clients)}) but got {listed(unknown)}.{hint}"
+        raise UnknownNameError(
+            f"Expected {what} of the stream's clients ({listed(clients)}) but got {listed(unknown)}.", hint=hint
         )
 
 
@@ -82,10 +174,13 @@ def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
         wanted = f'"lightning-fcl[{extra}]"' if extra else _DISTRIBUTIONS.get(missing, missing)
-        raise ModuleNotFoundError(
-            f"Expected `{missing}`, which {for_what}, but it is not installed. Run `pip install {wanted}`.",
-            name=error.name,
-        ) from error
+        absent = MissingPackageError(
+            f"Expected `{missing}`, which {for_what}, but it is not installed.",
+            hint=f"Run `pip install {wanted}`.",
+            value=missing,
+        )
+        absent.name = error.name
+        raise absent from error
 
 
 def other_lightning(kind: type) -> str:
@@ -104,7 +199,7 @@ def other_lightning(kind: type) -> str:
 def refuse_other_lightning(*parts: object) -> None:
     """Refuse objects of the package `pytorch_lightning`."""
     for reason in filter(None, map(other_lightning, map(type, parts))):
-        raise TypeError(reason)
+        raise InvalidTypeError(reason)
 
 
 def warn_of_other_lightning() -> None:
@@ -118,9 +213,9 @@ def warn_of_other_lightning() -> None:
 def _refuse(arguments: Mapping[str, float], allows: Callable[[float], bool], expected: str) -> None:
     for name, value in arguments.items():
         if not is_number(value):
-            raise TypeError(explain(name, value, float))
+            raise InvalidTypeError(explain(name, value, float), argument=name, value=value)
         if not allows(value):
-            raise ValueError(f"Expected `{name}` to be {expected} but got {value}.")
+            raise InvalidValueError(f"Expected `{name}` to be {expected} but got {value}.", argument=name, value=value)
 
 
 def at_least(low: float, **arguments: float) -> None:
@@ -164,7 +259,9 @@ def one_of(choices: Collection[str | None], **arguments: object) -> None:
     for name, value in arguments.items():
         if value not in choices:
             hint = did_you_mean(value, filter(None, choices))
-            raise ValueError(f"Expected `{name}` to be {words} but got {quoted_value(value)}.{hint}")
+            raise UnknownNameError(
+                f"Expected `{name}` to be {words} but got {quoted_value(value)}.", hint=hint, argument=name, value=value
+            )
 
 
 def argument(default: Value, check: Callable[..., None], *bounds: object) -> Value:
@@ -185,7 +282,11 @@ def check_fields(instance: object) -> None:
         if not one.init or (value is None and one.default is None):
             continue
         if value is None and one.default is not MISSING and not accepts(None, types[one.name]):
-            raise TypeError(f"Expected `{one.name}` to be given but got None. Leave it out for {one.default!r}.")
+            raise InvalidTypeError(
+                f"Expected `{one.name}` to be given but got None.",
+                hint=f"Leave it out for {one.default!r}.",
+                argument=one.name,
+            )
         default = Parameter.empty if one.default is MISSING else one.default
         checked = check_argument(one.name, value, types[one.name], default)
         if checked is not value:
@@ -206,8 +307,8 @@ def check_argument(name: str, value: object, hint: Any, default: object = Parame
     words = words_of(hint) if isinstance(value, str) else []
     if get_origin(hint) is Literal and words:
         one_of(words, **{name: value})
-    error = ValueError if words or is_nan(value) else TypeError
-    raise error(explain(name, value, hint, default))
+    error = InvalidValueError if words or is_nan(value) else InvalidTypeError
+    raise error(explain(name, value, hint, default), argument=name, value=value)
 
 
 def check_arguments(make: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
@@ -218,7 +319,7 @@ def check_arguments(make: Callable[Parameters, Value]) -> Callable[Parameters, V
         ... def train(batch_size: int = 32) -> None: ...
         >>> train(batch_size="16")
         Traceback (most recent call last):
-        TypeError: Expected `batch_size` to be a whole number, but got "16". Use `batch_size=16`.
+        lightning_fcl.errors.InvalidTypeError: Expected `batch_size` to be a whole number, but got "16". Use `batch_size=16`.
     """
     parameters = signature(make)
 

@@ -16,7 +16,7 @@ from lightning_fcl.callbacks.tester import Counts, StepTester, Tester, Values, i
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.errors import argument, check_clients, check_fields, one_of
+from lightning_fcl.errors import InvalidValueError, MissingValueError, argument, check_clients, check_fields, one_of
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
@@ -77,7 +77,9 @@ class ContinualMetrics(Callback):
         if not isinstance(self.clients, str):
             self.clients = [str(client) for client in self.clients]
         elif self.clients not in ("all", "none"):
-            raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".')
+            raise InvalidValueError(
+                f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".', argument="clients"
+            )
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts | Values] = {}
         self._own: dict[str, Counts | Values] = {}  # of this round's clients, by what training has left of them
@@ -95,16 +97,17 @@ class ContinualMetrics(Callback):
             self._check_order(trainer)
         samples = plan.test if self.on == "test" else plan.validation
         if not len(samples):
-            raise ValueError(
+            raise MissingValueError(
                 f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on."
             )
         self._current, self._own, self._drawn = {}, {}, {}
         self._ways = [*{id(numbers): numbers for numbers in plan.experiences.values()}.values()]
         by_step = is_measured_by_step(pl_module, stream, samples)
         if self.lower_is_better and not by_step:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected no `lower_is_better` for `{type(pl_module).__name__}`, which is measured by no step of its "
-                f"own, but got {', '.join(self.lower_is_better)}. Leave it out."
+                f"own, but got {', '.join(self.lower_is_better)}.",
+                hint="Leave it out.",
             )
         self._test = (StepTester if by_step else Tester).of(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
@@ -128,9 +131,10 @@ class ContinualMetrics(Callback):
         behind = callbacks[callbacks.index(self) :]
         ruling = [type(method).__name__ for method in overriding(methods_of(trainer), "predict")]
         if ruling and any(isinstance(callback, MethodDriver) for callback in behind):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `ContinualMetrics` behind `{ruling[0]}` among the callbacks of a plain Trainer, as that "
-                "predicts by what it has when its epoch ends, but it stands before it. Change their order."
+                "predicts by what it has when its epoch ends, but it stands before it.",
+                hint="Change their order.",
             )
 
     def looks_at_clients(self, pl_module: L.LightningModule) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream, transfer_batch
 from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.tasks.reservoir import ReservoirTask
@@ -43,16 +44,17 @@ class ActivationDensity(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not isinstance(pl_module, ReservoirTask):
-            raise ValueError(
+            raise InvalidValueError(
                 "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity` but got a "
-                f"`{type(pl_module).__name__}`. Take a `ReservoirClassifier`, or leave the callback out."
+                f"`{type(pl_module).__name__}`.",
+                hint="Take a `ReservoirClassifier`, or leave the callback out.",
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stream = need_stream(trainer)
         need_federation(trainer, "ActivationDensity", "it has no rounds")
         if not len(stream.plan.test):
-            raise ValueError("Expected the stream's `test` to be above 0 but got no test samples to run on.")
+            raise MissingValueError("Expected the stream's `test` to be above 0 but got no test samples to run on.")
         if not self.record or trainer.current_epoch == 0:
             self.record = {"edges": _EDGES.tolist(), "experiences": []}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import REDUCED
 
@@ -83,9 +84,10 @@ class RoundLog:
             self._log(name, value, *args, **kwargs)
             return
         if isinstance(value, Metric) and all(part is not value for part in self._module.modules()):
-            raise ValueError(
+            raise MissingValueError(
                 f"Expected the metric that is logged as `{name}` to be an attribute of the module, but found no such "
-                "attribute. Assign the metric to an attribute in `__init__`."
+                "attribute.",
+                hint="Assign the metric to an attribute in `__init__`.",
             )
         steps = bool(kwargs.get("on_step", True))
         self._kept(name, value, *args, **kwargs)
@@ -122,7 +124,12 @@ class RoundLog:
 def _one_number(name: str, value: Any) -> Tensor:
     number = torch.as_tensor(value).detach()
     if number.numel() != 1:
-        raise ValueError(f"Expected `{name}` to be logged as one number but got {value}. Log each under a name.")
+        raise InvalidValueError(
+            f"Expected `{name}` to be logged as one number but got {value}.",
+            hint="Log each under a name.",
+            argument=name,
+            value=value,
+        )
     return number.reshape(())
 
 

@@ -26,7 +26,16 @@ from lightning_fcl.data.batches import Collate
 from lightning_fcl.data.data_module import TRANSFER_HOOKS
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import above, argument, at_least, check_arguments, check_fields, one_of, require
+from lightning_fcl.errors import (
+    InvalidValueError,
+    above,
+    argument,
+    at_least,
+    check_arguments,
+    check_fields,
+    one_of,
+    require,
+)
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.hub.documents import reading
 from lightning_fcl.methods.functional import evaluating
@@ -171,22 +180,23 @@ class BaseSession(Callback):
         """The stream, whose base session this can train; otherwise a ValueError. ``before``: callbacks before this."""
         network = self._network(module, before)
         if stream is None or not len(stream.plan.base):
-            raise ValueError(
+            raise InvalidValueError(
                 'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
                 f"`datamodule` but got {stream}."
             )
         outputs = _classifier(network).out_features
         if outputs < stream.num_classes:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
-                f"{outputs}. Raise the network's `num_classes`."
+                f"{outputs}.",
+                hint="Raise the network's `num_classes`.",
             )
         images = tuple(stream.take(stream.plan.base[:1])[0].shape[1:])
         takes = tuple(getattr(network, "input_shape", images))
         if images != takes:
-            raise ValueError(
-                f"Expected images of shape {takes}, as the network takes them, but the stream's are {images}. Set the "
-                "network's `image_size` and `channels`, or the data set's `size`."
+            raise InvalidValueError(
+                f"Expected images of shape {takes}, as the network takes them, but the stream's are {images}.",
+                hint="Set the network's `image_size` and `channels`, or the data set's `size`.",
             )
         refuse_transfer_hook(module, stream, type(self).__name__)
         return stream
@@ -194,14 +204,15 @@ class BaseSession(Callback):
     def _network(self, module: L.LightningModule, before: Sequence[Callback]) -> nn.Module:
         early = [type(c).__name__ for c in before if isinstance(c, Replay) and c.base]
         if self.latents and early:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
-                "remembers maps, but it stands before it. Change their order."
+                "remembers maps, but it stands before it.",
+                hint="Change their order.",
             )
         network = module.model if isinstance(module, Classifier | RidgeClassifier) else None
         if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
-            raise ValueError(
-                f"Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
+            raise InvalidValueError(
+                "Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
                 f"`{type(network).__name__}`."
             )
         return network
@@ -308,8 +319,10 @@ class _Pupil(Classifier):
 def _classifier(network: nn.Module) -> nn.Linear:
     head: Any = network.head
     if not isinstance(getattr(head, "classifier", None), nn.Linear):
-        raise ValueError(
-            "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is. Name the last layer so."
+        raise InvalidValueError(
+            "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is.",
+            hint="Name the last layer so.",
+            argument="model.head.classifier",
         )
     classifier: nn.Linear = head.classifier
     return classifier

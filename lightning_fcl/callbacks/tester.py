@@ -23,7 +23,7 @@ from lightning_fcl.data.attached import transfer_batch
 from lightning_fcl.data.batches import Request
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import did_you_mean, listed
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError, did_you_mean, listed
 from lightning_fcl.evaluation.continual import Tasks, part_name
 from lightning_fcl.federation.protocol import MeasuresPredictions
 from lightning_fcl.federation.ranks import ALONE, Ranks
@@ -112,10 +112,11 @@ class Tester:
         for place, batch in zip(places, self.stream.read(requests, self.part), strict=True):
             if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
                 length = f" of {len(batch)}" if isinstance(batch, list) else ""
-                raise TypeError(
-                    f"Expected pairs of samples and a tensor of targets to measure on, but got a {type(batch).__name__}"
-                    f"{length}. Let the dataset return pairs, or measure in `test_step` of a module whose `forward` "
-                    "does not return logits."
+                raise InvalidTypeError(
+                    "Expected pairs of samples and a tensor of targets to measure on, but got a "
+                    f"{type(batch).__name__}{length}.",
+                    hint="Let the dataset return pairs, or measure in `test_step` of a module whose `forward` does not "
+                    "return logits.",
                 )
             x, y = move_data_to_device(batch[:2], self.group.device)
             yield x, y, self.group[place]
@@ -290,11 +291,15 @@ class StepTester:
         step = f"`{type(module).__name__}.{_stage_of(module)}_step`"
         found = self._run(module, a_few(self.rows))[1].metrics
         if not found:
-            raise ValueError(f"Expected {step} to log what the module is measured by but it logs nothing. {_LOG}")
+            raise InvalidValueError(
+                f"Expected {step} to log what the module is measured by but it logs nothing. {_LOG}"
+            )
         if unknown := [name for name in lower_is_better or () if name not in found]:
-            raise ValueError(
-                f"Expected `lower_is_better` to name what {step} logs ({listed(found)}) but got {unknown[0]}."
-                f"{did_you_mean(unknown[0], found)}"
+            raise UnknownNameError(
+                f"Expected `lower_is_better` to name what {step} logs ({listed(found)}) but got {unknown[0]}.",
+                hint=did_you_mean(unknown[0], found),
+                argument="lower_is_better",
+                value=unknown[0],
             )
         higher = {
             name: name not in lower_is_better
@@ -322,7 +327,8 @@ def is_measured_by_step(module: L.LightningModule, stream: FederatedStream, samp
     mend = f"Define `test_step(self, batch, batch_idx)` for what else it is measured by. {_LOG}"
     if has_step:
         mend = f"Leave `{ruling[0]}` out: it predicts by a rule of its own, which the step of `{name}` would pass by."
-    raise ValueError(
+    raise InvalidValueError(
         f"Expected `{name}` to give logits of shape (batch, {stream.num_classes or 'classes'}), whose accuracy is "
-        f"measured, but {why}. {mend}"
+        f"measured, but {why}. {mend}",
+        argument=name,
     )

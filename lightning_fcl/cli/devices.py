@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_fcl.cli.main import Command
+from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.running.rows import find_recipes
 
@@ -47,7 +48,7 @@ class DeviceReport(Command):
         if options.input is not None:
             shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
             if min(shape) < 1:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {options.input}."
                 )
         recipe = find_recipes(names)
@@ -92,9 +93,9 @@ def _of_data(parts: RecipeParts, required: bool) -> tuple[tuple[int, ...], int, 
             stream.setup("fit")
     except FileNotFoundError as error:
         if required:
-            raise FileNotFoundError(
-                "Expected the recipe's data, for the shape of a sample, but they are not there. Give the shape with "
-                f"--input, as in --input 1,64,48. ({error})"
+            raise MissingFileError(
+                "Expected the recipe's data, for the shape of a sample, but they are not there.",
+                hint=f"Give the shape with --input, as in --input 1,64,48. ({error})",
             ) from error
         return (), SAMPLES, NODES
     rounds = stream.plan.train
@@ -188,8 +189,8 @@ class Deploy(Command):
         out: Path = options.out or Path({"flower": "app", "split": "shares"}[options.what])
         kind = "*.toml" if options.what == "flower" else "*.npz"
         if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
-            raise ValueError(
-                f"Expected a folder of its own at {out} but it holds something else. Choose another by --out."
+            raise InvalidValueError(
+                f"Expected a folder of its own at {out} but it holds something else.", hint="Choose another by --out."
             )
         from lightning_fcl.running.fit import resolve_recipe
         from lightning_fcl.running.parts import read_parts

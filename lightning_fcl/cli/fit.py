@@ -16,7 +16,7 @@ from ruamel.yaml.comments import CommentedMap
 
 from lightning_fcl.cli.main import Command
 from lightning_fcl.door import many_imports, summaries
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError, did_you_mean
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.hub.checkpoint import checkpoint_of_run
@@ -107,7 +107,9 @@ def _free_folder(recipes: Sequence[str], out: str | None) -> Path:
     folder = Path(out)
     above = next(one for one in [folder, *folder.parents] if one.exists())
     if not above.is_dir():
-        raise ValueError(f"Expected a folder for results at {out} but {above} is a file. Choose another by `--out`.")
+        raise InvalidValueError(
+            f"Expected a folder for results at {out} but {above} is a file.", hint="Choose another by `--out`."
+        )
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(one for one in chain([folder], numbered) if run_of(one / CONFIG) is None)
     if free != folder:
@@ -136,7 +138,7 @@ class _Help(Action):
         homes = {name: package for package in _HELPED for name in summaries(package)}
         if short not in homes:
             hint = did_you_mean(short, homes)
-            raise ValueError(f"Expected --help= and a class of lightning-fcl but got {values}.{hint}")
+            raise UnknownNameError(f"Expected --help= and a class of lightning-fcl but got {values}.", hint=hint)
         made = getattr(import_module(homes[short]), short)
         lines = ",\n    ".join(map(str, inspect.signature(made).parameters.values()))
         print(f"{homes[short]}.{short}(\n    {lines},\n)\n\n{inspect.getdoc(made)}")
@@ -184,8 +186,9 @@ class Test(Command):
         elif options.ckpt_path or "--help" in words:
             words = [*find_recipes(runs).command_words, *words]
         else:
-            raise ValueError(
-                "Expected a checkpoint to test but got none. Name a run's folder, as in lightning-fcl test runs/fit."
+            raise MissingValueError(
+                "Expected a checkpoint to test but got none.",
+                hint="Name a run's folder, as in lightning-fcl test runs/fit.",
             )
         with many_imports():
             from lightning_fcl.running.fit import run as test
@@ -222,7 +225,9 @@ class Cp(Command):
 
     def run(self, options: Namespace) -> None:
         if options.file.exists() and not options.force:
-            raise ValueError(f"Expected a new file but {options.file} is there. Name another, or say --force.")
+            raise InvalidValueError(
+                f"Expected a new file but {options.file} is there.", hint="Name another, or say --force."
+            )
         write_whole(options.file, flat(find_recipe(options.recipe)))
         print(f"{options.file}: train it with lightning-fcl fit {options.file}")
 

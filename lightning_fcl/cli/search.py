@@ -20,7 +20,7 @@ import pandas as pd
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.errors import at_least, did_you_mean, one_of
+from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError, at_least, did_you_mean, one_of
 from lightning_fcl.hub.documents import parse, read_yaml, reading
 from lightning_fcl.running.rows import config_words, paper_rows
 
@@ -57,12 +57,15 @@ class Search:
         at_least(1, trials=1 if self.trials is None else self.trials, seeds=self.seeds)
         at_least(0, first_seed=self.first_seed)
         if self.trials is None and self.sampler != "grid":
-            raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
+            raise MissingValueError(
+                f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.",
+                argument="trials",
+            )
         if not self.space:
-            raise ValueError("Expected `space` to have a line for each setting but got none.")
+            raise MissingValueError("Expected `space` to have a line for each setting but got none.", argument="space")
         one_of(self.cases or (None,), case=self.case)
         if twice := sorted({*self.fixed} & {*self.space}):
-            raise ValueError(f"Expected settings in `space` or in `cases` but got {twice[0]} in both.")
+            raise InvalidValueError(f"Expected settings in `space` or in `cases` but got {twice[0]} in both.")
         _ = self.distributions  # refuses a line that is not understood
 
     @classmethod
@@ -73,11 +76,13 @@ class Search:
         """
         content = read_yaml(path)
         if not isinstance(content, dict):
-            raise ValueError(f"Expected {path} to hold values by name but got {content}.")
+            raise InvalidValueError(f"Expected {path} to hold values by name but got {content}.")
         space, cases = (content.pop(name, {}) for name in ("space", "cases"))
         cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else {"": cases}
         if not all(isinstance(one, dict) for one in (space, *cases.values())):
-            raise ValueError(f"Expected `space`, and each of `cases`, in {path} to hold settings by name.")
+            raise InvalidValueError(
+                f"Expected `space`, and each of `cases`, in {path} to hold settings by name.", argument="space"
+            )
         if isinstance(content.get("configs"), str):
             content["configs"] = [content["configs"]]
         content |= {} if trials is None else {"trials": trials}
@@ -85,7 +90,9 @@ class Search:
         search = parse(cls, content, path, space=space, cases=cases, case=case, **none_yet)
         recipes = tuple(path.parent / name for name in search.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
-            raise ValueError(f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.")
+            raise MissingValueError(
+                f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}."
+            )
         if row is None:
             return replace(search, recipes=recipes)
         told, set_here = paper_rows(path.parent, [row], search.scale)[row], {*search.space, *search.fixed}
@@ -106,7 +113,7 @@ class Search:
                 {key: _value(trials[key][row], what) for key, what in self.distributions.items()} for row in order
             )
         if not points:
-            raise ValueError(f"Expected trials that have succeeded in {file} but there are none.")
+            raise MissingValueError(f"Expected trials that have succeeded in {file} but there are none.")
         return replace(self, sampler="grid", points=points)
 
     @property
@@ -128,7 +135,7 @@ class Search:
                 continue
             assert isinstance(what, IntDistribution | FloatDistribution)
             if what.step is None:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected choices or a `step` for `{key}`: the grid sampler cannot go through {what}."
                 )
             number = round((what.high - what.low) / what.step) + 1
@@ -156,9 +163,10 @@ def _distribution(key: str, what: Any) -> BaseDistribution:
             return IntDistribution(**what) if whole else FloatDistribution(**what)
         except (ValueError, TypeError) as error:
             problem = f" {error}"
-    raise ValueError(
-        f"Expected the space of `{key}` to be a list of choices, or {{low: ..., high: ...}} with `step: ...` or "
-        f"`log: true`, but got {what}.{problem}"
+    raise InvalidValueError(
+        f"Expected the space of `{key}` to be a list of choices, or {{low: ..., high: ...}} with `step: ...` or `log: "
+        f"true`, but got {what}.",
+        hint=problem,
     )
 
 
@@ -185,9 +193,10 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
             listed = recipe.setdefault("trainer", {}).setdefault("callbacks", copy.deepcopy(list(callbacks)))
             names = [str(entry["class_path"]).rpartition(".")[2] for entry in listed]
             if names.count(words[2]) != 1:
-                raise ValueError(
+                raise UnknownNameError(
                     f"Expected one callback {words[2]} in the recipe for `{key}` but its callbacks are "
-                    f"{', '.join(names) or 'none'}.{did_you_mean(words[2], names)}"
+                    f"{', '.join(names) or 'none'}.",
+                    hint=did_you_mean(words[2], names),
                 )
             place, words = listed[names.index(words[2])].setdefault("init_args", {}), words[3:]
         for word in words[:-1]:
@@ -220,7 +229,7 @@ def try_settings(search: Search) -> list[dict[str, Any]]:
         # All together first, which is quick. What clashes only together is for the trials to find out.
         for key, value in first.items() if problem(first) else ():
             if error := problem({key: value}):
-                raise ValueError(f"Expected `fit` to take {value} for {key} but {error}")
+                raise InvalidValueError(f"Expected `fit` to take {value} for {key} but {error}")
     return callbacks
 
 

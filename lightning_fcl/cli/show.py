@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_fcl.cli.main import COMMANDS, Command, command_of
 from lightning_fcl.door import summaries
-from lightning_fcl.errors import did_you_mean, one_of, require
+from lightning_fcl.errors import InvalidValueError, UnknownNameError, did_you_mean, one_of, require
 from lightning_fcl.running.rows import find_recipes, named_recipes
 
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -69,8 +69,8 @@ class Ls(Command):
         chosen = {name: about for name, about in found.items() if fnmatch(name.lower(), pattern.lower())}
         if not chosen:
             hint = did_you_mean(options.pattern, found)
-            raise ValueError(
-                f"Expected {options.kind} whose name has {options.pattern!r} in it but there are none.{hint}"
+            raise UnknownNameError(
+                f"Expected {options.kind} whose name has {options.pattern!r} in it but there are none.", hint=hint
             )
         if options.json:
             print(json.dumps(chosen, indent=1, ensure_ascii=False))
@@ -99,7 +99,9 @@ class Data(Command):
             _show(options)
             return
         if options.more:
-            raise ValueError(f"Expected no arguments of a recipe for `data {options.action}` but got {options.more}.")
+            raise InvalidValueError(
+                f"Expected no arguments of a recipe for `data {options.action}` but got {options.more}."
+            )
         from lightning_fcl.data import datasets
 
         if options.action == "clear-features":
@@ -132,7 +134,7 @@ def _show(options: Namespace) -> None:
     from lightning_fcl.running.parts import read_parts
 
     if options.out is not None and options.out.suffix != ".png":
-        raise ValueError(f"Expected `--out` to be a file that ends in .png but got {options.out}.")
+        raise InvalidValueError(f"Expected `--out` to be a file that ends in .png but got {options.out}.")
     recipe = find_recipes(options.names)
     stream = read_parts(recipe.configs, [*recipe.fit_words, *options.more]).datamodule
     stream.features = None  # who sees what does not ask for them
@@ -169,7 +171,7 @@ class Conformance(Command):
                 print(f"{kind.__name__:16} {statement}: {outcome}", flush=True)
         print(f"{tried - failed} of {tried} statements hold.")
         if failed:
-            raise ValueError(f"Expected every statement to hold but {failed} of {tried} do not.")
+            raise InvalidValueError(f"Expected every statement to hold but {failed} of {tried} do not.")
 
 
 class Completion(Command):

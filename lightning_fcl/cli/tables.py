@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_fcl.cli.jobs import Job, at_least_one, begin, finished, run_jobs
 from lightning_fcl.cli.main import Command
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.results import read_results, write_files, write_results
@@ -115,7 +115,9 @@ def run_rows(
     if only_finished:
         jobs = {name: done for name, runs in jobs.items() if (done := [job for job in runs if finished(job)])}
         if not jobs:
-            raise ValueError(f"Expected finished runs in {out} or {kept} but there are none. Leave out --finished.")
+            raise MissingValueError(
+                f"Expected finished runs in {out} or {kept} but there are none.", hint="Leave out --finished."
+            )
     run_jobs([job for runs in jobs.values() for job in runs], workers)
     return jobs
 
@@ -256,7 +258,12 @@ def _named(text: str | None, known: list[str], what: str, beginnings: bool = Fal
     for word in (word.strip() for word in text.split(",")):
         fits = [name for name in known if name == word or (beginnings and name.startswith(word))]
         if not fits:
-            raise ValueError(f"Expected `{what}` among {', '.join(known)} but got {word}.{did_you_mean(word, known)}")
+            raise UnknownNameError(
+                f"Expected `{what}` among {', '.join(known)} but got {word}.",
+                hint=did_you_mean(word, known),
+                argument=what,
+                value=word,
+            )
         found += fits
     return list(dict.fromkeys(found))
 

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from lightning_fcl.cli.jobs import FAILURE, Job, at_least_one, finished, run_job, saying_how_to_go_on, side_by_side
 from lightning_fcl.cli.main import Command
 from lightning_fcl.cli.search import Search, trial_recipe, try_settings
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results
@@ -144,10 +145,10 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     ]
     if any(job.is_displaced for job in jobs):
         write_whole(file, before)
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected the search of which {out} has trials but the search file, a recipe of it, the seed or the "
-            "version is another. Take back the change, choose another --out, or begin anew with --restart, which "
-            "deletes them."
+            "version is another.",
+            hint="Take back the change, choose another --out, or begin anew with --restart, which deletes them.",
         )
     return jobs
 
@@ -203,7 +204,11 @@ def settle(
         results = [read_results(job.out)["metrics"] for job in jobs]
         if search.objective not in results[0] and not _trials(study, TrialState.COMPLETE):
             known = ", ".join(results[0])
-            raise ValueError(f"Expected `objective` to be one of {known} but got {search.objective}.")
+            raise InvalidValueError(
+                f"Expected `objective` to be one of {known} but got {search.objective}.",
+                argument="objective",
+                value=search.objective,
+            )
         values = [result.get(search.objective) for result in results]
         value = statistics.fmean(math.nan if one is None else one for one in values)
         problem = "" if math.isfinite(value) else f"{search.objective} is {value}"

@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_fcl.cli.main import Command
+from lightning_fcl.errors import MissingValueError
 
 
 class Zoo(Command):
@@ -74,7 +75,9 @@ def _fetch(options: Namespace) -> None:
 
     names = list_models() if options.all else options.names
     if not names:
-        raise ValueError("Expected names to fetch, or --all, but got none. `lightning-fcl zoo ls` lists them.")
+        raise MissingValueError(
+            "Expected names to fetch, or --all, but got none.", hint="`lightning-fcl zoo ls` lists them."
+        )
     for name in names:
         folder = folder_of(name)
         print(f"{name}: {collect(folder, options.to) if options.to else folder}")

@@ -15,7 +15,7 @@ from lightning_fcl import methods
 from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  they state
 from lightning_fcl.conformance.trial import STATEMENTS, Kind, NotTriedError, Statement
 from lightning_fcl.door import summaries
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
 from lightning_fcl.methods.method import Method
 
 
@@ -44,9 +44,9 @@ def statements_of(kind: Kind) -> list[Statement]:
     claims, known = claims_of(kind), sorted({one.claim for one in STATEMENTS})
     for claim in claims if "claims" in vars(kind) else ():
         if claim not in known:
-            raise ValueError(
-                f"Expected `{kind.__name__}.claims` to be among {', '.join(known)} but got {claim!r}."
-                f"{did_you_mean(claim, known)}"
+            raise UnknownNameError(
+                f"Expected `{kind.__name__}.claims` to be among {', '.join(known)} but got {claim!r}.",
+                hint=did_you_mean(claim, known),
             )
     general = ("Method",) if issubclass(kind, Method) else ()
     return [one for one in STATEMENTS if one.claim in (*general, *claims)]
@@ -76,7 +76,7 @@ def classes_of(target: str, claims: str | None = None) -> list[Kind]:
     if target.endswith(".py"):
         path = Path(target)
         if not path.is_file():
-            raise ValueError(f"Expected a Python file at {target} but there is none.")
+            raise MissingValueError(f"Expected a Python file at {target} but there is none.")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None  # of a file that ends in .py
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -91,7 +91,9 @@ def classes_of(target: str, claims: str | None = None) -> list[Kind]:
     kinds = [one for one in found if isinstance(one, type) and issubclass(one, Method | L.LightningModule)]
     if not kinds:
         known = summaries("lightning_fcl.methods", "Method")
-        raise ValueError(f"Expected a method, or a file with one, but got {target}.{did_you_mean(target, known)}")
+        raise UnknownNameError(
+            f"Expected a method, or a file with one, but got {target}.", hint=did_you_mean(target, known)
+        )
     if claims is not None:
         kinds = [type(one.__name__, (one,), {"claims": claims}) for one in kinds]
     return kinds

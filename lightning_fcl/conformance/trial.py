@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models.quantization import quietly
 from lightning_fcl.simulation.strategy import FederatedStrategy
@@ -141,9 +142,7 @@ def train(
         )
         try:
             trainer.fit(task, datamodule=stream, ckpt_path=ckpt_path)
-        except (ValueError, TypeError) as error:
-            if not str(error).startswith("Expected"):
-                raise
+        except (InvalidValueError, InvalidTypeError) as error:
             raise NotTriedError(f"it refuses the trial: {error}") from error
     return task
 

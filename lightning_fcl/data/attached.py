@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.data_module import TRANSFER_HOOKS, refuse_hooks
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import InvalidValueError
 
 
 def callbacks_of(trainer: L.Trainer) -> list[Callback]:
@@ -27,7 +28,7 @@ def need_stream(trainer: L.Trainer) -> FederatedStream:
     stream = stream_of(trainer)
     if stream is None:
         given = trainer.datamodule  # type: ignore[attr-defined]
-        raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {given}.")
+        raise InvalidValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {given}.")
     return stream
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_fcl.errors import InvalidStateError, InvalidValueError
+from lightning_fcl.library_errors import LibraryError, match_error
 from lightning_fcl.randomness import Keys, keys_of, numbers, seed_of, start_randomness
 
 Batch = Any
@@ -119,12 +121,12 @@ def read(take: Take, requests: Iterable[Request], loading: Loading) -> Iterator[
     try:
         yield from loader
     except RuntimeError as error:
-        if "exited unexpectedly" not in str(error) or get_start_method() == "fork":
+        if not match_error(error, LibraryError.WORKER_ENDED) or get_start_method() == "fork":
             raise
-        raise RuntimeError(
+        raise InvalidStateError(
             f"Expected the {loading.num_workers} processes of `num_workers` to read but one has ended: this system "
-            'spawns them with the main script. Put what trains below `if __name__ == "__main__":`, or set '
-            "`num_workers=0`."
+            "spawns them with the main script.",
+            hint='Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.',
         ) from error
 
 
@@ -152,7 +154,9 @@ def joined(parts: Sequence[Any]) -> Any:
         return type(first)(*columns) if isinstance(first, tuple) and type(first) is not tuple else columns
     if any(part.shape[1:] != first.shape[1:] for part in parts):
         shapes = " and ".join(str(tuple(part.shape[1:])) for part in parts)
-        raise ValueError(f"Expected samples of one shape to join but got {shapes}. Pad them to one, in `collate_fn`.")
+        raise InvalidValueError(
+            f"Expected samples of one shape to join but got {shapes}.", hint="Pad them to one, in `collate_fn`."
+        )
     return torch.cat(list(parts))
 
 

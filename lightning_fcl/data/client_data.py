@@ -13,7 +13,7 @@ from lightning_fcl.data.batches import Collate
 from lightning_fcl.data.data_module import Parts
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.targets import ItemsOf, as_array
-from lightning_fcl.errors import listed
+from lightning_fcl.errors import InvalidValueError, MissingValueError, listed
 
 # What people and Hugging Face call the parts of a data set.
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
@@ -23,9 +23,10 @@ def check_sizes(clients: Mapping[Any, Parts]) -> None:
     """Raise ValueError if a client has no samples."""
     for client, parts in clients.items():
         if not any(len(data) for data, _ in parts.values()):  # type: ignore[arg-type]  # map-style
-            raise ValueError(
-                f"Expected `data` to have samples of every client, but got none of client {client}. Leave client "
-                f"{client} out."
+            raise MissingValueError(
+                f"Expected `data` to have samples of every client, but got none of client {client}.",
+                hint=f"Leave client {client} out.",
+                argument="data",
             )
 
 
@@ -47,10 +48,12 @@ def check_shapes(clients: Mapping[Any, Parts], collate_fn: Collate) -> None:
                 first = client, shapes
             for place in first[1].keys() & shapes.keys():
                 if first[1][place] != shapes[place]:
-                    raise ValueError(
+                    raise InvalidValueError(
                         f"Expected `data` to have samples of one shape, but got {place} of shape {shapes[place]} from "
-                        f"client {client} and {first[1][place]} from client {first[0]}. Convert the samples to one "
-                        "shape, or pass a `collate_fn` that makes batches of them."
+                        f"client {client} and {first[1][place]} from client {first[0]}.",
+                        hint="Convert the samples to one shape, or pass a `collate_fn` that makes batches of them.",
+                        argument="data",
+                        value=place,
                     )
 
 
@@ -59,9 +62,11 @@ def targets_of_clients(y: Any, clients: Mapping[Any, Parts]) -> dict[Any, dict[s
     named = y if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, list | tuple) else None
     if named is None or named.keys() != clients.keys():
         got = type(y).__name__ if named is None else f"those of {listed(named) or 'none'}"
-        raise ValueError(
-            f"Expected `y` to have the targets of each client ({listed(clients)}), but got {got}. Pass a dict or a "
-            "list with the clients of `data`."
+        raise InvalidValueError(
+            f"Expected `y` to have the targets of each client ({listed(clients)}), but got {got}.",
+            hint="Pass a dict or a list with the clients of `data`.",
+            argument="y",
+            value=got,
         )
     return {client: targets_in(named[client], parts, f"client {client}") for client, parts in clients.items()}
 
@@ -70,18 +75,21 @@ def targets_in(y: Any, parts: Parts, whose: str) -> dict[str, NDArray[Any]]:
     """Return the targets of each part: ``y`` is a dict of them, or those of the only part."""
     given = {SPLITS.get(name, name): own for name, own in y.items()} if isinstance(y, Mapping) else {"train": y}
     if given.keys() != parts.keys():
-        raise ValueError(
-            f"Expected `y` to have the targets of {listed(parts)} of {whose}, but got those of {listed(given)}. Pass a "
-            "dict with one array for each."
+        raise InvalidValueError(
+            f"Expected `y` to have the targets of {listed(parts)} of {whose}, but got those of {listed(given)}.",
+            hint="Pass a dict with one array for each.",
+            argument="y",
         )
     found = {}
     for name, (data, _) in parts.items():
         found[name], size = as_array(given[name]), len(data)  # type: ignore[arg-type]  # map-style
         if found[name].shape[:1] != (size,):
             got = len(found[name]) if found[name].ndim else "a single value"
-            raise ValueError(
-                f"Expected `y` to have {size} targets for the {name} samples of {whose}, but got {got}. Pass one for "
-                "each sample, in their order."
+            raise InvalidValueError(
+                f"Expected `y` to have {size} targets for the {name} samples of {whose}, but got {got}.",
+                hint="Pass one for each sample, in their order.",
+                argument="y",
+                value=got,
             )
     return found
 

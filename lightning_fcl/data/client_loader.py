@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fcl.data.batches import Request
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.data.reading_check import prepare_reading
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
     from lightning_fcl.data.stream import FederatedStream
@@ -25,7 +26,7 @@ class ClientLoader:
 
     def __len__(self) -> int:
         if self.stream.count_batches is None:
-            raise TypeError(
+            raise InvalidTypeError(
                 'Expected a Trainer with `strategy="federated"` that fits to count the batches of a client in a round '
                 "but there is none."
             )
@@ -34,16 +35,18 @@ class ClientLoader:
     def __iter__(self) -> Iterator[Any]:
         stream, plan, trainer = self.stream, self.stream.plan, self.stream.trainer
         if len(plan.clients) != 1 or trainer is None:
-            raise ValueError(
-                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients but got a '
-                "plain one, which trains a single client."
+            raise InvalidValueError(
+                f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients but got '
+                "a plain one, which trains a single client."
             )
         client, round = plan.clients[0], current_round(trainer)
         if round >= plan.rounds and trainer.max_epochs == plan.rounds:
             return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
         if round >= plan.rounds:
-            raise ValueError(
-                f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}."
+            raise InvalidValueError(
+                f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}.",
+                argument="max_epochs",
+                value=trainer.max_epochs,
             )
         if not self._began:
             prepare_reading(stream.samples, plan.train[round][client], stream.seed)

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from lightning_fcl.data.batches import Loading
-from lightning_fcl.errors import listed
+from lightning_fcl.errors import InvalidValueError, MissingValueError, listed
 from lightning_fcl.randomness import start_randomness
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -57,9 +57,10 @@ def lend_hooks(modules: Sequence[L.LightningDataModule], stream: L.LightningData
         if not is_overridden(hook, module):
             continue
         if len(modules) > 1:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected data modules of several clients to leave batches as they are but {type(module).__name__} "
-                f"overrides `{hook}`. Do in its data sets' own transforms what it does."
+                f"overrides `{hook}`.",
+                hint="Do in its data sets' own transforms what it does.",
             )
         setattr(stream, hook, partial(_unless_idle, getattr(module, hook)))
 
@@ -93,9 +94,9 @@ def overridden_hook(*owners: object) -> str | None:
 def refuse_hooks(who: str, *owners: object) -> None:
     """Refuse hooks that batches go through, for one who takes samples that have not gone through them."""
     if hook := overridden_hook(*owners):
-        raise ValueError(
-            f"Expected samples that reach the module as they are for {who} but {hook}. Do in the data set's own "
-            "transform what it does."
+        raise InvalidValueError(
+            f"Expected samples that reach the module as they are for {who} but {hook}.",
+            hint="Do in the data set's own transform what it does.",
         )
 
 
@@ -126,9 +127,9 @@ def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str
     own = {client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()}
     without = [str(client) for client, parts in own.items() if None in parts.values()]
     if without and len(without) < len(own):
-        raise ValueError(
-            f"Expected data modules of all clients, or of none, but got none of {listed(without)}. Make one, as in "
-            "`L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`."
+        raise MissingValueError(
+            f"Expected data modules of all clients, or of none, but got none of {listed(without)}.",
+            hint="Make one, as in `L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`.",
         )
     loaders: dict[str, Loading] = {}
     for client, parts in own.items():
@@ -138,9 +139,10 @@ def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str
             first = loaders.setdefault(part, loading)
             for name in left_open if part == "train" else {"collate_fn"} & {*left_open}:
                 if _kind(vars(first)[name]) != _kind(vars(loading)[name]):
-                    raise ValueError(
+                    raise InvalidValueError(
                         f"Expected one `{name}` of the data modules of all clients but got {vars(first)[name]}, and "
-                        f"{vars(loading)[name]} of client {client}. Give it to `FederatedStream`."
+                        f"{vars(loading)[name]} of client {client}.",
+                        hint="Give it to `FederatedStream`.",
                     )
     for part, like in (("validation", "test"), ("test", "validation")):
         if loaders and part not in loaders:  # its samples are taken from the training samples
@@ -157,7 +159,7 @@ def _kind(value: Any) -> object:
 
 def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
     def refuse(wanted: str, got: object, remedy: str) -> NoReturn:
-        raise ValueError(f"Expected {whose} to {wanted} but got a {type(got).__name__}. {remedy}")
+        raise InvalidValueError(f"Expected {whose} to {wanted} but got a {type(got).__name__}. {remedy}")
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         refuse("give one `DataLoader`", loader, "Pass its data set to `FederatedStream.from_arrays`.")

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from lightning_fcl.data.batches import Loading, Request, read
 from lightning_fcl.data.samples import Samples
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.files import cache_folder, locked, replacing, writing
 from lightning_fcl.models.backbone import frozen_backbone
 
@@ -91,9 +92,9 @@ def images_of(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
     reading = read(samples.stored, requests, Loading(BATCH, num_workers=num_workers))
     for batch in reading if samples.draws else map(samples.stored, parts):
         if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
-            raise ValueError(
-                "Expected data of images and their classes for `features` but got items of other kinds. Let the data "
-                "set give pairs of a tensor and a label."
+            raise InvalidValueError(
+                "Expected data of images and their classes for `features` but got items of other kinds.",
+                hint="Let the data set give pairs of a tensor and a label.",
             )
         yield batch[0]
 
@@ -120,9 +121,11 @@ def clear_features() -> tuple[int, int]:
 def _backbone(given: nn.Module | str) -> Any:
     network = frozen_backbone(given) if isinstance(given, str) else given
     if not callable(getattr(network, "embed", None)):
-        raise ValueError(
-            f"Expected `features` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "
-            f"`{type(network).__name__}`. Define `embed`: features (batch, features) of images."
+        raise InvalidValueError(
+            "Expected `features` to be a name of `frozen_backbone`, or a module with `embed(x)`, but got a "
+            f"`{type(network).__name__}`.",
+            hint="Define `embed`: features (batch, features) of images.",
+            argument="features",
         )
     return network.eval()
 

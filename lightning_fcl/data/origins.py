@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.targets import ItemsOf, as_array
+from lightning_fcl.errors import InvalidValueError
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,9 @@ def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[
         if owner is not None:
             clients = [owner[numbers[origin[numbers] == shared[0]][0]] for numbers in rows]
             example = f", such as one of client {clients[0]} for {pair[0]} and of client {clients[1]} for {pair[1]}"
-        raise ValueError(
-            f"Expected no sample in both the {pair[0]} and the {pair[1]} data, but got {len(shared)} in both{example}. "
-            f"{remedy}"
+        raise InvalidValueError(
+            f"Expected no sample in both the {pair[0]} and the {pair[1]} data, but got {len(shared)} in "
+            f"both{example}. {remedy}"
         )
 
 

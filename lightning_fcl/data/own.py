@@ -31,7 +31,7 @@ from lightning_fcl.data.targets import (
     place_of_target,
     targets_of,
 )
-from lightning_fcl.errors import refuse_other_lightning
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError, refuse_other_lightning
 
 if TYPE_CHECKING:
     from avalanche.benchmarks import CLScenario
@@ -90,7 +90,7 @@ def data_set(given: Any, whose: str) -> Dataset[Any]:
     else:
         return given if isinstance(given, Dataset) else SizedItems(given)
     clients = " A list or a dict has a dataset for each client." if whose.startswith("for client") else ""
-    raise TypeError(f"Expected a map-style data set {whose} but got a {type(given).__name__}. {remedy}{clients}")
+    raise InvalidTypeError(f"Expected a map-style data set {whose} but got a {type(given).__name__}. {remedy}{clients}")
 
 
 def of_anything(
@@ -124,7 +124,9 @@ def of_anything(
         targets, names = number_targets(given, own if classes is None else tuple(classes), sample_name)
         content = number_labels(content, given, targets) if names else content
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
-        raise ValueError(f"Expected a target for each of {size} samples but got {len(targets)}. Pass one for each.")
+        raise InvalidValueError(
+            f"Expected a target for each of {size} samples but got {len(targets)}.", hint="Pass one for each."
+        )
     owner, domain = _column("client", client), _column("group", group)
     Arrays(checked, targets if names else np.zeros(size, dtype=np.int64), owner, names or ("",), None, domain)
     return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
@@ -135,13 +137,17 @@ def _tensor(x: Any) -> Tensor:
     try:
         values = plain_tensor(x).cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
     except ValueError as error:
-        raise ValueError(
-            f"Expected `x` to have samples of one shape, but got: {error}. Convert the samples to one shape."
+        raise InvalidValueError(
+            f"Expected `x` to have samples of one shape, but got: {error}.",
+            hint="Convert the samples to one shape.",
+            argument="x",
         ) from error
     if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
-        raise TypeError(
-            f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}. Convert it, for example "
-            "with `x.astype(np.float32)`."
+        raise InvalidTypeError(
+            f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}.",
+            hint="Convert it, for example with `x.astype(np.float32)`.",
+            argument="x",
+            value=values.dtype,
         )
     tensor = torch.as_tensor(values).contiguous()
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
@@ -157,7 +163,12 @@ def _column(name: str, given: Any) -> NDArray[Any] | None:
     kinds = {type(value) for value in column.ravel().tolist()}
     if kinds not in ({str}, {int}):
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"Expected `{name}` to hold integers or strings but got {found}. Name every sample's {name}.")
+        raise InvalidValueError(
+            f"Expected `{name}` to hold integers or strings but got {found}.",
+            hint=f"Name every sample's {name}.",
+            argument=name,
+            value=found,
+        )
     return np.array(column.tolist())
 
 
@@ -187,9 +198,13 @@ def samples_of(
     if not isinstance(data, str | PublicData | Arrays | Samples):
         return of_anything(data_set(data, "for `data`"), y, classes=classes)
     if y is not None:
-        raise ValueError(f"Expected no `y` for {name_of(data)}, which has its own targets. Leave it out.")
+        raise InvalidValueError(
+            f"Expected no `y` for {name_of(data)}, which has its own targets.", hint="Leave it out."
+        )
     if classes is not None:
-        raise ValueError(f"Expected no `classes` for {name_of(data)}, which names its own, but got {list(classes)}.")
+        raise InvalidValueError(
+            f"Expected no `classes` for {name_of(data)}, which names its own, but got {list(classes)}."
+        )
     return data if isinstance(data, Samples) else of_public(data)
 
 
@@ -209,7 +224,7 @@ def _join_clients(
     """Return the samples of a dataset, splits or a data module for each client, one client after the other."""
     named = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
     if not named:
-        raise ValueError("Expected `data` to have a data set for each client but got none.")
+        raise MissingValueError("Expected `data` to have a data set for each client but got none.", argument="data")
     parts = {client: _parts_in(own, f"for client {client}", seed) for client, own in named.items()}
     check_sizes(parts)
     loading = next((loading for own in parts.values() for _, loading in own.values()), None)
@@ -228,9 +243,10 @@ def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
         return False
     parts = [SPLITS.get(name) for name in data]
     if None in parts or len(set(parts)) < len(parts):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected {whose} to have the splits train, validation and test, or clients of other names, but got "
-            f"{', '.join(map(str, data))}. Leave out what is neither, and join what is one."
+            f"{', '.join(map(str, data))}.",
+            hint="Leave out what is neither, and join what is one.",
         )
     return True
 
@@ -274,10 +290,10 @@ def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
     seen = set(samples.labels[train].tolist())
     unseen = sorted(set(samples.labels[~train].tolist()) - seen)
     if unseen:
-        raise ValueError(
-            f"Expected validation and test samples of the classes that are trained on but got label "
-            f"{', '.join(samples.classes[label] for label in unseen)}, which no training sample has. Drop these "
-            "samples, or train on some."
+        raise InvalidValueError(
+            "Expected validation and test samples of the classes that are trained on but got label "
+            f"{', '.join(samples.classes[label] for label in unseen)}, which no training sample has.",
+            hint="Drop these samples, or train on some.",
         )
     return samples
 
@@ -312,7 +328,7 @@ def of_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple
             for stream in (benchmark.train_stream, benchmark.test_stream)
         )
     if not train:
-        raise ValueError("Expected at least one experience but got none.")
+        raise MissingValueError("Expected at least one experience but got none.")
     parts: Parts = {name: (Joined(data), None) for name, data in (("train", train), ("test", test)) if data}
     group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
     samples = replace(_of_parts({"": parts}, None, ()), group=group)
@@ -332,7 +348,8 @@ def refuse_dealt(scenario: Scenario, **given: object) -> None:
     for argument, value in given.items():
         dealt, what = (scenario.own_split, "tests") if argument == "split" else (scenario.own_clients, "clients")
         if dealt and value is not None:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected no `{argument}` for `{scenario}`, which draws the samples of {what} itself, but got "
-                f"{value}. Leave it out."
+                f"{value}.",
+                hint="Leave it out.",
             )

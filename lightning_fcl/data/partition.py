@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.scenarios import IntArray, views
-from lightning_fcl.errors import argument, between, check_fields, share
+from lightning_fcl.errors import InvalidValueError, argument, between, check_fields, share
 
 _ATTEMPTS = 1000
 
@@ -57,9 +57,9 @@ class Natural(Partition):
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         if owner is None:
-            raise ValueError(
-                "Expected the owner of each sample for the partition `Natural` but the data name none. Use another "
-                "`partition`, such as `IID`."
+            raise InvalidValueError(
+                "Expected the owner of each sample for the partition `Natural` but the data name none.",
+                hint="Use another `partition`, such as `IID`.",
             )
         names, number = np.unique(owner, return_inverse=True)
         # One stable sort for all: looking for each owner's samples in turn takes the square of their number.
@@ -128,10 +128,10 @@ class Dirichlet(Partition):
             parts = _named(pieces)
             if min(map(len, parts.values())) >= self.min_size:
                 return parts
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected a division with `min_size`={self.min_size} samples per client but {_ATTEMPTS} draws with "
-            f"`alpha`={self.alpha} and {self.clients} clients gave none. Raise `alpha`, or lower `min_size` or "
-            "`clients`."
+            f"`alpha`={self.alpha} and {self.clients} clients gave none.",
+            hint="Raise `alpha`, or lower `min_size` or `clients`.",
         )
 
 
@@ -219,11 +219,11 @@ class ClassSubsets(Partition):
             *parts, _ = _cut(members, np.cumsum(shares) / max(1.0, shares.sum()))
             for client, part in enumerate(parts):
                 if shares[client] > 0 and len(part) == 0:
-                    raise ValueError(
+                    raise InvalidValueError(
                         f"Expected at least one sample of class {label} for client '{client}' but "
-                        f"{np.count_nonzero(shares)} clients hold the class, which has {len(members)} samples, and the "
-                        f"`fraction` of this one is {shares[client]:.3g}. Raise `fraction`, or lower `clients` or "
-                        "`classes_per_client`."
+                        f"{np.count_nonzero(shares)} clients hold the class, which has {len(members)} samples, and "
+                        f"the `fraction` of this one is {shares[client]:.3g}.",
+                        hint="Raise `fraction`, or lower `clients` or `classes_per_client`.",
                     )
             pieces.append(parts)
         return _named(pieces)

@@ -23,6 +23,7 @@ from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.origins import origins_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.targets import Numbered, check_targets
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.randomness import seed_of
 
 
@@ -328,17 +329,22 @@ def normalised(samples: Samples, mean: Any, std: Any) -> Samples:
     x = samples.x
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:
         what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(
-            f"Expected `x` to be uint8 images of shape (n, channels, height, width) for `mean` and `std` but got "
-            f"{what}. Normalise other samples beforehand, or in your data set's transform."
+        raise InvalidValueError(
+            "Expected `x` to be uint8 images of shape (n, channels, height, width) for `mean` and `std` but got "
+            f"{what}.",
+            hint="Normalise other samples beforehand, or in your data set's transform.",
+            argument="x",
+            value=what,
         )
     scale = []
     for name, given, least in (("mean", mean, "at least 0"), ("std", std, "above 0")):
         values = np.asarray(np.nan if given is None else given, dtype=np.float32)
         if not ((values >= 0) & (values <= 1) & ((values > 0) | (name == "mean"))).all():
-            raise ValueError(
-                f"Expected `{name}` to be {least} and at most 1, of pixels scaled to [0, 1], but got {given}. Pass "
-                "`mean` and `std`, in units of 255 grey levels."
+            raise InvalidValueError(
+                f"Expected `{name}` to be {least} and at most 1, of pixels scaled to [0, 1], but got {given}.",
+                hint="Pass `mean` and `std`, in units of 255 grey levels.",
+                argument=name,
+                value=given,
             )
         if values.ndim > 1 or values.size not in (1, x.shape[1]):
             last = x.dim() == 4 and values.size == x.shape[-1]

@@ -12,7 +12,7 @@ from lightning_fcl.data.origins import check_apart, warn_of_equal
 from lightning_fcl.data.partition import IID, Partition
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan, Pool, Scenario, split, views
-from lightning_fcl.errors import check_fields, did_you_mean, listed
+from lightning_fcl.errors import InvalidValueError, UnknownNameError, check_fields, did_you_mean, listed
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class Split:
         if self.train_clients is not None:
             train = _set_aside("train_clients", self.train_clients, train, samples, rng)[1]
         if not len(train):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `test`, `validation` and `train_clients` to leave samples to train on but {self.test}, "
-                f"{self.validation} and {self.train_clients} leave none."
+                f"{self.validation} and {self.train_clients} leave none.",
+                argument="test",
             )
         return train, validation, test
 
@@ -65,23 +66,27 @@ def _set_aside(
     if what == "official":
         official = samples.test if name == "test" else samples.validation
         if official is None:
-            raise ValueError(f'Expected `{name}` to be a fraction but got "official", which {samples.name} has not.')
+            raise InvalidValueError(
+                f'Expected `{name}` to be a fraction but got "official", which {samples.name} has not.', argument=name
+            )
         return indices[~official[indices]], indices[official[indices]]
     if isinstance(what, float | int):
         return _set_fraction_aside(float(what), indices, samples, rng)
     if isinstance(what, str):
         fraction = "a list of owners" if name == "train_clients" else 'a fraction, "official" or a list of owners'
         hint = did_you_mean(what, ["official"])
-        raise ValueError(f'Expected `{name}` to be {fraction} but got "{what}".{hint}')
+        raise UnknownNameError(f'Expected `{name}` to be {fraction} but got "{what}".', hint=hint, argument=name)
     if samples.owner is None:
         wanted_instead = "no `train_clients`" if name == "train_clients" else f"`{name}` to be a fraction"
-        raise ValueError(f"Expected {wanted_instead} but got {what}: {samples.name} names no owners.")
+        raise InvalidValueError(f"Expected {wanted_instead} but got {what}: {samples.name} names no owners.")
     present = samples.owner[indices].astype(str)
     wanted = np.array([str(owner) for owner in what])
     missing = sorted(set(wanted) - set(present))
     if missing:
         among = listed(sorted(set(present)))
-        raise ValueError(f"Expected `{name}` to be among the owners {among} but got {listed(missing)}.")
+        raise InvalidValueError(
+            f"Expected `{name}` to be among the owners {among} but got {listed(missing)}.", argument=name
+        )
     among_them = np.isin(present, wanted)
     return indices[~among_them], indices[among_them]
 
@@ -129,9 +134,9 @@ def check_classes(samples: Samples, scenario: Scenario, partition: Partition | N
         (partition, type(partition).__name__, "another `partition`, such as `IID`"),
     ):
         if given is not None and given.needs_classes:
-            raise ValueError(
-                f"Expected targets that are classes for `{name}`, but got {found}. Use {instead}, or pass labels as "
-                "`y`: names or whole numbers, as in `y.astype(int)`."
+            raise InvalidValueError(
+                f"Expected targets that are classes for `{name}`, but got {found}.",
+                hint=f"Use {instead}, or pass labels as `y`: names or whole numbers, as in `y.astype(int)`.",
             )
 
 
@@ -166,13 +171,13 @@ def draw(
     plan = scenario.plan(pool, seed)
     if unnamed := [client for client in plan.clients if not client.strip()]:
         number = plan.samples_of(unnamed[0])
-        raise ValueError(
-            f'Expected a name for every client, but got "{unnamed[0]}" for the client of {number} samples. Rename the '
-            "client, or drop these samples."
+        raise InvalidValueError(
+            f'Expected a name for every client, but got "{unnamed[0]}" for the client of {number} samples.',
+            hint="Rename the client, or drop these samples.",
         )
     _check_no_leakage(samples, plan, scenario)
     if reserved := {"server", "clients"} & set(plan.clients):
-        raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
+        raise InvalidValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
     if plan.order is not None:
         names = tuple(samples.classes[c] for c in plan.order[: plan.outputs])
         samples = replace(samples, targets=np.argsort(plan.order)[samples.targets], classes=names)

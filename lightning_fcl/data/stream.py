@@ -27,7 +27,7 @@ from lightning_fcl.data.samples import Samples, loader_of, name_of, normalised, 
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, named
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
-from lightning_fcl.errors import at_least, check_arguments
+from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
 from lightning_fcl.randomness import global_seed
 
 register_strategy()
@@ -337,7 +337,7 @@ class FederatedStream(L.LightningDataModule):
     def pretrain_dataloader(self) -> DataLoader[Any]:
         """Samples for the server's model before the first round."""
         if not len(self.plan.pretrain):
-            raise ValueError(f"Expected a scenario with samples for pre-training but {self.scenario} has none.")
+            raise InvalidValueError(f"Expected a scenario with samples for pre-training but {self.scenario} has none.")
         loading = Loading(self.batch_size, shuffle=True, collate_fn=self.samples.collate("train"))
         return loading.loader(rows_of(self.samples, self.plan.pretrain))
 

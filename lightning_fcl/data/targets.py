@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from lightning_fcl.data.batches import fetch
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.errors import did_you_mean, listed
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, UnknownNameError, did_you_mean, listed
 
 # What data sets of dicts call the targets.
 _TARGETS = ("labels", "label", "targets", "target", "y")
@@ -38,9 +38,11 @@ def number_targets(
     given = as_array(y)
     check_targets(given, sample_name)
     if given.shape[1:] == (1,) and classes != () and (classes or given.dtype.kind != "f"):
-        raise ValueError(
-            f"Expected `y` to be labels of shape ({len(given)},), but got shape ({len(given)}, 1). Remove the last "
-            "axis, as `y.squeeze(-1)` does, or pass `classes=()` for targets that are not classes."
+        raise InvalidValueError(
+            f"Expected `y` to be labels of shape ({len(given)},), but got shape ({len(given)}, 1).",
+            hint="Remove the last axis, as `y.squeeze(-1)` does, or pass `classes=()` for targets that are not "
+            "classes.",
+            argument="y",
         )
     numeric, floating = given.dtype.kind in "biuf", given.dtype.kind == "f"
     whole = not floating or (bool(classes) and bool((given == np.floor(given)).all()))
@@ -53,8 +55,11 @@ def number_targets(
         return numbers_of(labels, names, "every label of `y`"), tuple(map(str, names))
     if classes or not numeric:
         what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
-        raise TypeError(
-            f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}. Leave `classes` out."
+        raise InvalidTypeError(
+            f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}.",
+            hint="Leave `classes` out.",
+            argument="y",
+            value=given.dtype,
         )
     return given.astype(np.float32) if given.dtype == np.float16 else given, ()
 
@@ -75,10 +80,12 @@ def check_targets(targets: NDArray[Any], sample_name: SampleName = default_name)
     if wrong.any():
         unless = ", or `classes=()` if the values are not targets" if targets.dtype.kind == "O" else ""
         first, number = int(wrong.argmax()), int(wrong.reshape(len(targets), -1).any(axis=1).sum())
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `y` to have a finite target for each sample, but got {targets.ravel().tolist()[first]!r} for "
             f"{sample_name(first // (targets.size // len(targets)))} ({number} of {len(targets)} samples have such "
-            f"values). Correct or drop these samples, or pass other targets as `y`{unless}."
+            "values).",
+            hint=f"Correct or drop these samples, or pass other targets as `y`{unless}.",
+            argument="y",
         )
 
 
@@ -95,9 +102,9 @@ def numbers_of(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], whose:
     known = np.asarray(names)
     if len(unknown := np.setdiff1d(labels, known)):
         hint = did_you_mean(unknown[0], map(str, names))
-        raise ValueError(
-            f"Expected {whose} among the classes {', '.join(map(str, names))} but got {listed(unknown)}.{hint} Leave "
-            "these samples out, or name every class."
+        raise UnknownNameError(
+            f"Expected {whose} among the classes {', '.join(map(str, names))} but got {listed(unknown)}.",
+            hint=f"{hint} Leave these samples out, or name every class.",
         )
     order = np.argsort(known)
     return order[np.searchsorted(known, labels, sorter=order)].astype(np.int64)
@@ -130,9 +137,9 @@ class Numbered(ItemsOf):
         place = place_of_target(item)
         label: Any = None if place is None else np.asarray(item[place]).item()
         if label not in self.numbers:
-            raise ValueError(
-                f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}. "
-                "Its label is to be the same whenever it is read, second of a pair or in a dict."
+            raise InvalidValueError(
+                f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}.",
+                hint="Its label is to be the same whenever it is read, second of a pair or in a dict.",
             )
         if isinstance(item, Mapping):
             return {**item, place: self.numbers[label]}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fcl.deployment.answers import greeting_of
 from lightning_fcl.deployment.messages import Parcel
+from lightning_fcl.errors import InvalidStateError
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -109,10 +110,10 @@ class Members:
                 return found
             if over:
                 reasons = "; ".join(dict.fromkeys(one.why for one in self._nodes.values() if one.why))
-                raise RuntimeError(
-                    f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._longest:g} s but got "
-                    f"{', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}. Start their nodes, or lower "
-                    "`clients-at-least` of the run's configuration."
+                raise InvalidStateError(
+                    f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._longest:g} s but "
+                    f"got {', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}.",
+                    hint="Start their nodes, or lower `clients-at-least` of the run's configuration.",
                 )
             if len(found) < needed and not logged:
                 missing = [f"{client} ({self.why_not(client)})" for client in wanted if client not in found]

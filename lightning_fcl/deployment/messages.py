@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fcl import __version__
-from lightning_fcl.errors import quoted, require
+from lightning_fcl.errors import InvalidValueError, quoted, require
 from lightning_fcl.federation.aggregation import State
 
 if TYPE_CHECKING:
@@ -48,8 +48,10 @@ _PLAIN = (
 _TYPES = {str(dtype): dtype for dtype in _PLAIN}
 
 
-class RefusedError(ValueError):
+class RefusedError(InvalidValueError):
     """One side of a deployment does not go on with what the other has sent."""
+
+    code = "refused"
 
 
 @dataclass(frozen=True)

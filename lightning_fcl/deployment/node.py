@@ -43,7 +43,7 @@ from lightning_fcl.deployment.messages import (
 )
 from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint
 from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
-from lightning_fcl.errors import quoted, require
+from lightning_fcl.errors import LightningFCLError, quoted, require
 from lightning_fcl.evaluation.files import cache_folder, inside, locked, write_whole
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
@@ -83,7 +83,7 @@ class Node:
             return replace(answer, head={**head, **answer.head})
         except Exception as error:  # whatever fails here, the server has to know, and goes on with others
             why = str(error)
-            if not why.startswith("Expected "):
+            if not isinstance(error, LightningFCLError):
                 log.exception("Client %s could not answer.", self.client)
                 why = f"{type(error).__name__}: {why}"
             return Parcel({**head, "refused": reason_of(why)})

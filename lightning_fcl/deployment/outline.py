@@ -23,6 +23,7 @@ from lightning_fcl.data.scenarios.scenario import History, with_history
 from lightning_fcl.data.split import check_classes
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.deployment.messages import RefusedError
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.hub.documents import read_yaml, resolve_maker
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of
@@ -232,8 +233,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe as `lightning-fcl deploy` has written it: with every default."""
     content = read_yaml(path)
     if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():
-        raise ValueError(
-            f"Expected {path} to be a recipe that `lightning-fcl deploy` has written but it is not. Deploy it again."
+        raise InvalidValueError(
+            f"Expected {path} to be a recipe that `lightning-fcl deploy` has written but it is not.",
+            hint="Deploy it again.",
         )
     return content
 
@@ -259,7 +261,7 @@ def build(recipe: Mapping[str, Any]) -> NodeParts:
     strategy = trainer.get("strategy")
     made = _made(strategy) if isinstance(strategy, Mapping) else FederatedStrategy()
     if not isinstance(made, FederatedStrategy) or not isinstance(module, L.LightningModule):
-        raise ValueError(f"Expected a `FederatedStrategy` and a LightningModule but got {made} and {module}.")
+        raise InvalidValueError(f"Expected a `FederatedStrategy` and a LightningModule but got {made} and {module}.")
     arguments = {name: trainer[name] for name in _TRAINER if trainer.get(name) is not None}
     return NodeParts(module, stream, made, [one for one in callbacks if acts_on_nodes(one)], arguments)
 

@@ -30,9 +30,10 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.targets import numbers_of
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.outline import Outline, client_plan, server_plan
-from lightning_fcl.errors import require
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, MissingValueError, require
 from lightning_fcl.evaluation.files import inside, replacing, write_whole
 from lightning_fcl.hub.documents import LIMIT
+from lightning_fcl.library_errors import one_line
 
 _WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "x": ("iuf", ("n", ANY)),
@@ -99,11 +100,12 @@ def read_data(where: str | Path) -> OwnData:
                 return OwnData(samples_of(module), module=module)
         raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {where}")
     except (OSError, ValueError, ImportError, AttributeError) as error:
-        if str(error).startswith("Expected `"):
+        if isinstance(error, LightningFCLError):
             raise RefusedError(f"Expected usable data of this node at {where}. {error}") from error
         raise RefusedError(
-            f"Expected the data of this node at {where} but {str(error).rstrip('.')}. Name an .npz file, a folder "
-            'of images, or a DataModule, in its node config: --node-config \'client="a" data="a.npz"\'.'
+            f"Expected the data of this node at {where} but {one_line(error)}.",
+            hint="Name an .npz file, a folder of images, or a DataModule, in its node config: "
+            '--node-config \'client="a" data="a.npz"\'.',
         ) from error
 
 
@@ -169,9 +171,10 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
     """Let a stream be that of a server, which has samples to test on, and knows the clients' names alone."""
     scenario, samples = stream.scenario, data.samples
     if not isinstance(scenario, ClassIncremental | DomainIncremental):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected a scenario of classes or domains for a server with data of its own but got {scenario}, which "
-            "deals samples out one by one. Leave the server's `data` out: it then takes the recipe's."
+            "deals samples out one by one.",
+            hint="Leave the server's `data` out: it then takes the recipe's.",
         )
     stream.plan = server_plan(scenario, samples, data.part, clients, stream.seed)
     data.lend_hooks(stream)
@@ -184,9 +187,10 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
     stream.setup("fit")
     missing = [name for name in stream.left_open if name != "num_workers"]
     if stream.samples.loaders and missing:
-        raise ValueError(
-            f"Expected the recipe to name {', '.join(f'`{name}`' for name in missing)} for nodes that have samples and "
-            f"no loaders of {name_of(stream.data)}. Write `{missing[0]}: {str(getattr(stream, missing[0])).lower()}`."
+        raise InvalidValueError(
+            f"Expected the recipe to name {', '.join(f'`{name}`' for name in missing)} for nodes that have samples "
+            f"and no loaders of {name_of(stream.data)}.",
+            hint=f"Write `{missing[0]}: {str(getattr(stream, missing[0])).lower()}`.",
         )
     folder.mkdir(parents=True, exist_ok=True)
     plan = stream.plan
@@ -203,18 +207,22 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
 
 def split_file(folder: Path, client: str) -> Path:
     if client.casefold() == "server":
-        raise ValueError(f"Expected a client by another name than the server's file but got {client}. Rename it.")
+        raise InvalidValueError(
+            f"Expected a client by another name than the server's file but got {client}.", hint="Rename it."
+        )
     return inside(folder, f"{quote(client, safe=' ')}.npz")
 
 
 def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArray[Any]) -> Path:
     samples = stream.samples
     if not len(rows):
-        raise ValueError(f"Expected samples to write to {path} but there are none. Raise `test` of the split.")
+        raise MissingValueError(
+            f"Expected samples to write to {path} but there are none.", hint="Raise `test` of the split."
+        )
     pair = samples.stored(rows)
     if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, torch.Tensor) for one in pair)):
-        raise ValueError(
-            "Expected samples and targets that are arrays to write a split. Give nodes DataModules instead."
+        raise InvalidValueError(
+            "Expected samples and targets that are arrays to write a split.", hint="Give nodes DataModules instead."
         )
     found = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}
     if samples.classes:

@@ -25,7 +25,7 @@ from lightning_fcl.deployment.members import Members
 from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.deployment.outline import fingerprint, outline_of, read_recipe
 from lightning_fcl.deployment.own_data import read_data, take_server_data
-from lightning_fcl.errors import above, argument, at_least, check_fields
+from lightning_fcl.errors import InvalidValueError, MissingValueError, above, argument, at_least, check_fields
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.schedule import Participation
@@ -248,12 +248,15 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
         ("schedule", participation.schedule, "whose nodes have clocks of their own, and `round-seconds` ends a round"),
     ):
         if given is not None:
-            raise ValueError(f"Expected no `{name}` in a deployment, {why}, but got {given.hparams()}. Leave it out.")
+            raise InvalidValueError(
+                f"Expected no `{name}` in a deployment, {why}, but got {given.hparams()}.", hint="Leave it out."
+            )
     for method in methods:
         if isinstance(method, ListensToRounds):
-            raise ValueError(
-                f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks at "
-                "what all keep when a round is done, as only a simulation can. Simulate it, with `lightning-fcl fit`."
+            raise InvalidValueError(
+                f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks "
+                "at what all keep when a round is done, as only a simulation can.",
+                hint="Simulate it, with `lightning-fcl fit`.",
             )
 
 
@@ -266,9 +269,9 @@ def serve(
         data: What it tests on: see `read_data`; None: the recipe's own data, of which clients' samples are not used.
     """
     if data is not None and not clients:
-        raise ValueError(
-            "Expected the names of the `clients` beside `data` of the server, which do not tell them, but got none. "
-            'Set both in the run\'s configuration: clients="a,b,c".'
+        raise MissingValueError(
+            "Expected the names of the `clients` beside `data` of the server, which do not tell them, but got none.",
+            hint='Set both in the run\'s configuration: clients="a,b,c".',
         )
 
     class Served(FederatedCLI):

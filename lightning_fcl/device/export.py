@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
-from lightning_fcl.errors import at_least, require
+from lightning_fcl.errors import InvalidValueError, at_least, require
 from lightning_fcl.evaluation.files import replacing
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.quantization import Int8Backbone, quietly
@@ -123,9 +123,10 @@ def export_int8_onnx(
         with torch.no_grad():
             same = module(example.cpu()).argmax(dim=1) == _run_onnx(partial, example).argmax(dim=1)
         if (share := float(same.double().mean())) < agreement:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected at least {agreement} of the largest outputs to be PyTorch's but got {share:.2f} of "
-                f"{len(example)}. Nothing was written; pass more `calibration`, or use `export_onnx`."
+                f"{len(example)}.",
+                hint="Nothing was written; pass more `calibration`, or use `export_onnx`.",
             )
     return share
 
@@ -205,9 +206,10 @@ class WithoutTrainer(nn.Module):
 
 def _check_example(example: Tensor) -> None:
     if example.dim() < 2 or len(example) == 0:
-        raise ValueError(
-            f"Expected `example` to be a batch of at least one input but got the shape {tuple(example.shape)}. "
-            "Pass some of the inputs that the module will see."
+        raise InvalidValueError(
+            f"Expected `example` to be a batch of at least one input but got the shape {tuple(example.shape)}.",
+            hint="Pass some of the inputs that the module will see.",
+            argument="example",
         )
 
 
@@ -227,9 +229,10 @@ def _keep_if_equal(
             differences = [float((module(batch) - run(partial, batch)).abs().max()) for batch in batches]
         # Not `max() > tolerance`: that is false for NaN.
         if not all(difference <= tolerance for difference in differences):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected the exported file to agree with PyTorch within {tolerance} but got differences of "
-                f"{differences}. Nothing was written; raise `tolerance` if they are acceptable."
+                f"{differences}.",
+                hint="Nothing was written; raise `tolerance` if they are acceptable.",
             )
     return max(differences)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.device.trace import Layer, LayerRecorder, flop_counter, only_trained
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import Reduction, Rules, entries, frozen_parameters, reductions_of
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -101,9 +102,9 @@ def measure(module: nn.Module, input_shape: Sequence[int], rules: Rules | None =
         with only_trained(module, trained):
             backward = recorder.run(sample)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise ValueError(
-            f"Expected a model that takes samples of shape {tuple(input_shape)} but it failed: {error}. Give the shape "
-            "of a sample, without the batch (--input)."
+        raise InvalidValueError(
+            f"Expected a model that takes samples of shape {tuple(input_shape)} but it failed: {error}.",
+            hint="Give the shape of a sample, without the batch (--input).",
         ) from error
     folded = {
         norm: layer

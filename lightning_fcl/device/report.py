@@ -17,7 +17,16 @@ from torch import nn
 
 from lightning_fcl.device.footprint import Footprint, measure
 from lightning_fcl.device.trace import Layer
-from lightning_fcl.errors import above, at_least, check_fields, did_you_mean, one_of, require
+from lightning_fcl.errors import (
+    InvalidValueError,
+    UnknownNameError,
+    above,
+    at_least,
+    check_fields,
+    did_you_mean,
+    one_of,
+    require,
+)
 from lightning_fcl.evaluation.table import markdown_table
 from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.speeds import Speeds
@@ -123,9 +132,11 @@ def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:
         return parse(kind, read_yaml(path), path, name=path.stem)
     known = read_yaml(SHIPPED)[section]
     if name not in known:
-        raise ValueError(
-            f"Expected `{option}` to be one of {', '.join(known)}, or a YAML file of your own, but got "
-            f"{name}.{did_you_mean(name, known)}"
+        raise UnknownNameError(
+            f"Expected `{option}` to be one of {', '.join(known)}, or a YAML file of your own, but got {name}.",
+            hint=did_you_mean(name, known),
+            argument=option,
+            value=name,
         )
     return parse(kind, known[name], f"{name} of {SHIPPED.name}", name=name)
 
@@ -172,7 +183,9 @@ def device_report(
     """
     at_least(1, samples=samples, nodes=nodes, local_epochs=local_epochs)
     if not input_shape or min(input_shape) < 1:
-        raise ValueError(f"Expected `input_shape` of sizes of at least 1 but got {tuple(input_shape)}.")
+        raise InvalidValueError(
+            f"Expected `input_shape` of sizes of at least 1 but got {tuple(input_shape)}.", argument="input_shape"
+        )
     device, medium = read_device(profile), read_link(link)
     footprint = measure(module, input_shape, reductions)
     memory = _memory(footprint)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import altair as alt
 import numpy as np
 
+from lightning_fcl.errors import MissingFileError, MissingValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLOURS, Drawn, Points, Spec, fill_template, on_page
 from lightning_fcl.evaluation.continual import FloatArray
@@ -37,7 +38,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         ValueError: If there is none.
     """
     if not groups:
-        raise ValueError("Expected at least one run but got none. Name the folders of runs.")
+        raise MissingValueError("Expected at least one run but got none.", hint="Name the folders of runs.")
     runs = [run for of in groups.values() for run in of]
     found = {label: [{one.name: one for one in headlines(run)} for run in of] for label, of in groups.items()}
     what = quantity(runs[0]["record"])
@@ -85,7 +86,7 @@ def runs_below(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         runs = sorted(path.parent for path in folder.rglob("results.json"))
         if not runs:
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"Expected {folder} to be the folder of a run, or of several, but found no results.json in it."
             )
         found |= dict.fromkeys(runs)

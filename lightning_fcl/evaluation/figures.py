@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import altair as alt
 import numpy as np
 
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Points, Spec, over_seeds, spec
 from lightning_fcl.evaluation.files import inside
@@ -126,9 +127,9 @@ def draw_accuracy(panels: Panels, title: str) -> Spec:
 def draw_tasks(panels: Panels, title: str) -> Spec:
     for row, runs in (line for of in panels.values() for line in of.values()):
         if not any(len(task_curves(run["record"])[0]) for run in runs):
-            raise ValueError(
-                f"Expected clients with several tasks in the results of row {row} but none was tested. Let "
-                "`ContinualMetrics` test the clients."
+            raise InvalidValueError(
+                f"Expected clients with several tasks in the results of row {row} but none was tested.",
+                hint="Let `ContinualMetrics` test the clients.",
             )
     accuracy = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[0] for run in runs))
     lost = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
@@ -195,9 +196,10 @@ def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spe
         for label, (row, runs) in lines.items():
             every = [run.get("densities", {}).get("experiences", []) for run in runs]
             if not all(every):
-                raise ValueError(
-                    f"Expected `densities` in the results of row {row} but got none. Add `ActivationDensity` to its "
-                    "callbacks and train to the end of an experience."
+                raise MissingValueError(
+                    f"Expected `densities` in the results of row {row} but got none.",
+                    hint="Add `ActivationDensity` to its callbacks and train to the end of an experience.",
+                    argument="densities",
                 )
             means = [np.mean([one["all"] for one in entries], axis=0) for entries in zip(*every, strict=False)]
             names = experience_labels([run["record"] for run in runs]) if experiences else [label]

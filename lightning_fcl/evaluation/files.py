@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import is_normalized
 
-from lightning_fcl.errors import NoRoomError
+from lightning_fcl.errors import FileAccessError, InvalidValueError, MissingFileError, NoRoomError
 
 if sys.platform != "win32":
     import fcntl
@@ -79,9 +79,9 @@ def writing(path: Path, size: int | None = None, then: str = "go on from the new
             ) from error
         if error.errno in _CLOSED:
             how = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
-            raise OSError(
-                f"Expected to write {path} but got: {error}. Make its folder, one that can be written to, or name "
-                f"another{how}."
+            raise FileAccessError(
+                f"Expected to write {path} but got: {error}.",
+                hint=f"Make its folder, one that can be written to, or name another{how}.",
             ) from error
         raise
 
@@ -149,8 +149,9 @@ def read_sums(path: Path) -> dict[str, str]:
     lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
     for line in lines:
         if not _SUM.fullmatch(line):
-            raise ValueError(
-                f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}. Get it again."
+            raise InvalidValueError(
+                f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}.",
+                hint="Get it again.",
             )
     return dict(line.split(" ") for line in lines)
 
@@ -162,7 +163,7 @@ def write_sums(path: Path, digests: Mapping[str, str]) -> Path:
 def existing(path: Path, what: str, remedy: str) -> Path:
     """The path of a file that is there."""
     if not path.is_file():
-        raise FileNotFoundError(f"Expected {what}{path} but found no such file. {remedy}")
+        raise MissingFileError(f"Expected {what}{path} but found no such file. {remedy}")
     return path
 
 
@@ -171,20 +172,21 @@ def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(existing(path, what, remedy).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"Expected {path} to hold JSON but got: {error}. {remedy}") from error
+        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}. {remedy}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != form:
-        raise ValueError(
-            f"Expected {path} to be of format {form} but it is of {'none' if found is None else found}: it is damaged, "
-            f"or another version of lightning-fcl wrote it. {remedy}"
+        raise InvalidValueError(
+            f"Expected {path} to be of format {form} but it is of {'none' if found is None else found}: it is "
+            f"damaged, or another version of lightning-fcl wrote it. {remedy}"
         )
     return dict(content)
 
 
 def check_digest(path: Path, digest: str) -> None:
     if sha256(existing(path, "", "Get it again.")) != digest:
-        raise ValueError(
-            f"Expected {path} to be as it was published but its checksum is another: it is damaged. Get it again."
+        raise InvalidValueError(
+            f"Expected {path} to be as it was published but its checksum is another: it is damaged.",
+            hint="Get it again.",
         )
 
 
@@ -283,9 +285,9 @@ def _lock(path: Path, wait: bool = True) -> int | None:
         except BlockingIOError:
             owner = os.read(descriptor, 200).decode(errors="replace") or "another one"
             os.close(descriptor)
-            raise ValueError(
-                f"Expected {path.parent} to be trained in by one process but process {owner} does so now. Wait for its "
-                "end, or choose another folder by `--out`."
+            raise InvalidValueError(
+                f"Expected {path.parent} to be trained in by one process but process {owner} does so now.",
+                hint="Wait for its end, or choose another folder by `--out`.",
             ) from None
         except OSError:
             os.close(descriptor)
@@ -310,9 +312,10 @@ def inside(folder: Path, *names: object) -> Path:
     path = folder.joinpath(*plain)
     root, real = os.path.realpath(folder), os.path.realpath(path)
     if plain != parts or real == root or not Path(real).is_relative_to(root):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected a plain name of something inside {folder} but got {'/'.join(map(str, names))[:300]!r}, which "
-            "may be taken for another or leads elsewhere. Rename it, or do not use what names it."
+            "may be taken for another or leads elsewhere.",
+            hint="Rename it, or do not use what names it.",
         )
     return path
 

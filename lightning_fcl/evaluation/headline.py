@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fcl.errors import listed
+from lightning_fcl.errors import InvalidValueError, listed
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.metrics import curves, quantity, sign
 
@@ -141,7 +141,11 @@ def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
         3.0
     """
     if not 0 < bandwidth < float("inf"):
-        raise ValueError(f"Expected `bandwidth` to be a positive number of bytes per second but got {bandwidth}.")
+        raise InvalidValueError(
+            f"Expected `bandwidth` to be a positive number of bytes per second but got {bandwidth}.",
+            argument="bandwidth",
+            value=bandwidth,
+        )
     slowest = []
     for entry in record["rounds"]:
         up, down = (entry.get(way, {}) for way in WAYS)
@@ -183,9 +187,9 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
     """
     times = simulated_times(record)
     if not len(times):
-        raise ValueError(
-            "Expected a record with simulated seconds but it has none. Give the strategy a `schedule`, such as "
-            "`Deadline(Speeds(0.01))`."
+        raise InvalidValueError(
+            "Expected a record with simulated seconds but it has none.",
+            hint="Give the strategy a `schedule`, such as `Deadline(Speeds(0.01))`.",
         )
     way, tested = sign(record), curves(record).get(model)
     if tested is None:

@@ -15,7 +15,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.errors import require
+from lightning_fcl.errors import InvalidValueError, require
 from lightning_fcl.evaluation.files import append, inside, read_json, read_sums, sha256, write_sums, write_whole
 from lightning_fcl.evaluation.headline import WAYS, simulated_times
 from lightning_fcl.evaluation.metrics import curves, models_tested
@@ -107,7 +107,9 @@ def read_results(folder: str | Path) -> dict[str, Any]:
     results = read_json(path, "the run's results in ", FORMAT, "Name the folder of a finished run, or repeat it.")
     checksum = results.pop("checksum", None)
     if checksum != _checksum(results):
-        raise ValueError(f"Expected {path} to be as it was written but its checksum is another. Repeat the run.")
+        raise InvalidValueError(
+            f"Expected {path} to be as it was written but its checksum is another.", hint="Repeat the run."
+        )
     return results
 
 

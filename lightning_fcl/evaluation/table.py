@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_fcl import __version__
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.files import read_json, write_whole
 from lightning_fcl.evaluation.metrics import task_curves
@@ -135,7 +136,9 @@ class Table:
     def only(self, metrics: Sequence[str]) -> Table:
         """The same with some metrics only, in their order."""
         if unknown := sorted({*metrics} - {*self.metrics}):
-            raise ValueError(f"Expected `metrics` of {', '.join(self.metrics)} but got {', '.join(unknown)}.")
+            raise InvalidValueError(
+                f"Expected `metrics` of {', '.join(self.metrics)} but got {', '.join(unknown)}.", argument="metrics"
+            )
         rows = {row: {name: of[name] for name in metrics if name in of} for row, of in self.rows.items()}
         return replace(self, rows=rows)
 
@@ -146,7 +149,9 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
     for one in results:
         row, seed = one["recipe"]["row"] if one["recipe"] else one["command"], one["seed"]
         if seed in rows.setdefault(row, {}):
-            raise ValueError(f"Expected one run per row and seed but got two of {row}, seed {seed}. Drop one.")
+            raise InvalidValueError(
+                f"Expected one run per row and seed but got two of {row}, seed {seed}.", hint="Drop one."
+            )
         rows[row][seed] = one
     found: dict[str, dict[str, Cell]] = {}
     for row, runs in rows.items():
@@ -222,7 +227,7 @@ def read_table(path: str | Path) -> Table:
         }
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"Expected {path} to hold a table but got: {error!r}. {again}") from error
+        raise InvalidValueError(f"Expected {path} to hold a table but got: {error!r}. {again}") from error
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.federation.exact import CohortSums, weighted_sum
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
@@ -61,8 +61,9 @@ def entries(module: nn.Module) -> State:
     for name, value in module.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(value, Tensor):
             what = "extra state" if name.endswith("_extra_state") else f"a {type(value).__name__}"
-            raise ValueError(
-                f"Expected a state of tensors but `{name}` is {what}, which no mean can take. Keep it in a buffer."
+            raise InvalidValueError(
+                f"Expected a state of tensors but `{name}` is {what}, which no mean can take.",
+                hint="Keep it in a buffer.",
             )
         if id(value) not in seen:
             seen.add(id(value))
@@ -86,24 +87,31 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
     missing, unknown = [name for name in known if name not in state], [name for name in state if name not in known]
     if missing or unknown:
         what = [f"no {quoted(missing)}"] * bool(missing) + [f"{quoted(unknown)} beside it"] * bool(unknown)
-        raise ValueError(
-            f"Expected the state of this {type(module).__name__} but there is {' and '.join(what)}. Build the module "
-            "that the state is of."
+        raise InvalidValueError(
+            f"Expected the state of this {type(module).__name__} but there is {' and '.join(what)}.",
+            hint="Build the module that the state is of.",
         )
     for name, tensor in known.items():
         value = state[name]
         if not isinstance(value, Tensor):
-            raise ValueError(f"Expected `{name}` to be a tensor but got {type(value).__name__}. Take another state.")
+            raise InvalidValueError(
+                f"Expected `{name}` to be a tensor but got {type(value).__name__}.",
+                hint="Take another state.",
+                argument=name,
+            )
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
-            raise ValueError(
-                f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)} but got {value.dtype} of shape "
-                f"{tuple(value.shape)}. Build the module that the state is of."
+            raise InvalidValueError(
+                f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)} but got {value.dtype} of "
+                f"shape {tuple(value.shape)}.",
+                hint="Build the module that the state is of.",
+                argument=name,
+                value=value.dtype,
             )
         wrong = int((~torch.isfinite(value)).sum())
         if wrong and torch.isfinite(tensor).all():  # a module's own mask may hold -inf
-            raise ValueError(
-                f"Expected a state of finite numbers but `{name}` has {wrong} of {value.numel()} that are not. Take an "
-                "earlier one."
+            raise InvalidValueError(
+                f"Expected a state of finite numbers but `{name}` has {wrong} of {value.numel()} that are not.",
+                hint="Take an earlier one.",
             )
 
 
@@ -116,7 +124,9 @@ def resolve(entry: str, given: str | Reduction) -> Reduction:
     if isinstance(given, Reduction):
         return given
     if given not in BUILT_IN:
-        raise ValueError(f"Expected the reduction of `{entry}` to be one of {', '.join(BUILT_IN)} but got `{given}`.")
+        raise InvalidValueError(
+            f"Expected the reduction of `{entry}` to be one of {', '.join(BUILT_IN)} but got `{given}`."
+        )
     return BUILT_IN[given]
 
 
@@ -127,9 +137,10 @@ def declare(state: Mapping[str, Tensor], *rules: Rules) -> dict[str, Reduction]:
         reduction = resolve(pattern, given)
         matches = [name for name in state if fnmatchcase(name, pattern)]
         if not matches:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected the pattern `{pattern}` in `reductions` to match an entry of the module's state but it "
-                f"matches none. The entries are: {', '.join(state)}."
+                "matches none.",
+                hint=f"The entries are: {', '.join(state)}.",
             )
         reductions.update(dict.fromkeys(matches, reduction))
     return reductions
@@ -218,8 +229,10 @@ class Aggregator:
         for name in names:
             shape = tuple(uploads[name].shape[1:])
             if shape != self._shapes.setdefault(name, shape):
-                raise ValueError(
-                    f"Expected `{name}` of shape {self._shapes[name]}, as the other clients sent it, but got {shape}."
+                raise InvalidValueError(
+                    f"Expected `{name}` of shape {self._shapes[name]}, as the other clients sent it, but got {shape}.",
+                    argument=name,
+                    value=shape,
                 )
         return {name: plain_tensor(uploads[name]) for name in names}
 
@@ -235,10 +248,10 @@ class Aggregator:
         """Take in the uploads that came to the other ranks; all of them do, and come to the same."""
         for names, accumulator in self._groups:
             if not isinstance(accumulator, Combines):
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected the reduction `{self.reductions[names[0]]}` of `{names[0]}` on one device but got "
-                    f"{ranks.number}: its accumulator has no `combine`, which takes in other ranks' uploads. Write "
-                    "one, or train with `devices=1`."
+                    f"{ranks.number}: its accumulator has no `combine`, which takes in other ranks' uploads.",
+                    hint="Write one, or train with `devices=1`.",
                 )
             accumulator.combine(ranks)
         told = ranks.share((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import NoRoomError
+from lightning_fcl.errors import InvalidValueError, NoRoomError
 from lightning_fcl.evaluation.files import TemporaryFolder, inside, write_whole, writing
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.hub.documents import ensure
@@ -93,7 +93,9 @@ class ClientStore:
 
     def __init__(self, kind: Literal["memory", "disk"] = "memory", folder: str | Path | None = None) -> None:
         if kind not in ("memory", "disk"):
-            raise ValueError(f'Expected `client_store` to be "memory" or "disk" but got `{kind}`.')
+            raise InvalidValueError(
+                f'Expected `client_store` to be "memory" or "disk" but got `{kind}`.', argument="client_store"
+            )
         self._states: dict[str, ClientState] = {}
         self._pixels: Pixels | None = None
         self._first = True
@@ -156,9 +158,9 @@ class ClientStore:
                 flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             ensure(about.get("checksum") == _checksum(client, flat), "its checksum is another")
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(
-                f"Expected the state of client {client} in {path} to be as it was written but {error}. Go on from the "
-                "newest checkpoint, which has all clients' states."
+            raise InvalidValueError(
+                f"Expected the state of client {client} in {path} to be as it was written but {error}.",
+                hint="Go on from the newest checkpoint, which has all clients' states.",
             ) from error
         for key, tensor in flat.items():
             section, name = key.split("\x1f")
@@ -242,9 +244,12 @@ class ClientStore:
             isinstance(own, Mapping) and all(isinstance(section, Mapping) for section in own.values())
             for own in states.values()
         ):
-            raise ValueError(
-                f"Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
-                f"{states!r:.200}. Continue from another one."
+            raise InvalidValueError(
+                "Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
+                f"{states!r:.200}.",
+                hint="Continue from another one.",
+                argument="clients",
+                value=states,
             )
         if self._first:
             for client in list(self):

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Mark, Piece, Weights, common_mark, doubles, largest_of
 from lightning_fcl.federation.ranks import Ranks
 
@@ -95,7 +96,7 @@ class ExactSum:
             wrapped = (rounded - total).abs() > 2.0**62  # where 64 bits are not enough
             fits = not bool((wrapped | (rounded < low) | (rounded > high)).any())
         if not fits:
-            raise ValueError(f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.")
+            raise InvalidValueError(f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.")
         return rounded.to(dtype)
 
     def mean(self, weight: float, like: Tensor) -> Tensor:

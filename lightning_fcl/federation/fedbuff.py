@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.errors import at_least, check_arguments
+from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import ClientState
 from lightning_fcl.federation.reductions import Mean, Reduction
@@ -98,9 +98,12 @@ class FedBuff(Schedule):
         super().begin(deployment, round)
         clients = len(deployment.plan.clients)
         if self.buffer_size > clients:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `buffer_size` to be at most the stream's {clients} clients but got {self.buffer_size}: a "
-                "client has one upload in it at a time. Lower it."
+                "client has one upload in it at a time.",
+                hint="Lower it.",
+                argument="buffer_size",
+                value=self.buffer_size,
             )
         self.check_reductions(deployment.reductions)
         if round == 0:
@@ -134,7 +137,7 @@ class FedBuff(Schedule):
 
     def _at(self, round: int) -> _Known:
         if round < self._first:
-            raise ValueError(f"Expected a round from {self._first} on but got {round}, which has passed.")
+            raise InvalidValueError(f"Expected a round from {self._first} on but got {round}, which has passed.")
         for number in range(self._first, round + 1):
             gone = frozenset(self.deployment.participation.unavailable(number))
             known = self._known.get(number)
@@ -163,8 +166,8 @@ class FedBuff(Schedule):
             else:
                 skipped.add(flight.client)
         if not staleness:
-            raise ValueError(
-                f"Expected at least one client with data in round {round} but none has any. Lower `max_epochs`."
+            raise InvalidValueError(
+                f"Expected at least one client with data in round {round} but none has any.", hint="Lower `max_epochs`."
             )
         clients, without = ([client for client in plan.clients if client in some] for some in (staleness, skipped))
         stale = {client: staleness[client] for client in clients if staleness[client]}
@@ -186,17 +189,19 @@ class FedBuff(Schedule):
         """Refuse reductions of what clients send that are no means."""
         for name, reduction in reductions.items():
             if reduction.up and type(reduction) is not Mean:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected `mean` as the reduction of all that clients send in asynchronous rounds but `{name}` "
-                    f"has `{reduction}`: what it makes of uploads to different states of the server is not defined. "
-                    "Use a `Deadline`, or a model or method without it."
+                    f"has `{reduction}`: what it makes of uploads to different states of the server is not defined.",
+                    hint="Use a `Deadline`, or a model or method without it.",
+                    argument="mean",
                 )
 
     def check(self, compression: Compression | None) -> None:
         if compression is not None:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected no `compression` beside `FedBuff` but got {compression.hparams()}: a code refers to the "
-                "server's state at the upload, which an asynchronous client does not know. Leave one out."
+                "server's state at the upload, which an asynchronous client does not know.",
+                hint="Leave one out.",
             )
 
     def hparams(self) -> dict[str, Any]:
@@ -227,9 +232,10 @@ class BufferedServer(FederatedServer):
         changing = {name: value for name, value in self.state.items() if not self.reductions[name].once}
         for name, value in changing.items():
             if name not in version or version[name].shape != value.shape:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected the state that a client has downloaded to have `{name}` of shape {tuple(value.shape)} "
-                    "but it is not so: the module has changed, or a checkpoint is damaged. Begin anew."
+                    "but it is not so: the module has changed, or a checkpoint is damaged.",
+                    hint="Begin anew.",
                 )
         return {**self.state, **{name: version[name].to(value.device) for name, value in changing.items()}}
 
@@ -277,9 +283,12 @@ class BufferedServer(FederatedServer):
         super().load_state_dict(state)
         kept = state.get(_KEPT)
         if not isinstance(kept, Mapping) or not _is_whole(kept):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `{_KEPT}` of the checkpoint to say who is under way, and from which state, but got "
-                f"{kept!r:.200}. Continue from another one."
+                f"{kept!r:.200}.",
+                hint="Continue from another one.",
+                argument=_KEPT,
+                value=kept,
             )
         self._schedule.load_state_dict(kept)
         self._following, self._versions = kept["round"], dict(kept["versions"])

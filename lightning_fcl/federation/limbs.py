@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.ranks import Ranks
 
 Digits = dict[int, Tensor]
@@ -245,7 +246,7 @@ def largest_of(values: Tensor) -> float:
 
 def _check(largest: float, weights: Weights, entry: str) -> None:
     if not largest * weights.largest < 2.0**_HIGHEST:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected finite numbers below 8e270 in `{entry}`, each times its weight, but got {largest} and weights "
             f"up to {weights.largest}."
         )

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lightning_fcl.library_errors import LibraryError, first_line, match_error
+
 
 class Reason(Enum):
     """A reason for sequential training. The value is the text, with a place for each detail."""
@@ -97,11 +99,10 @@ class ObstacleError(ValueError):
         super().__init__(str(self.obstacle))
 
 
-# Parts of messages of PyTorch.
 _KNOWN = {
-    "randomness": Reason.RANDOM,
-    ".item()": Reason.READS_VALUE,
-    "data-dependent control flow": Reason.BRANCHES,
+    LibraryError.VMAP_RANDOM: Reason.RANDOM,
+    LibraryError.VMAP_ITEM: Reason.READS_VALUE,
+    LibraryError.VMAP_BRANCH: Reason.BRANCHES,
 }
 
 
@@ -109,6 +110,5 @@ def obstacle_of(error: Exception) -> Obstacle:
     """Return the obstacle that an error of a vectorized step stands for."""
     if isinstance(error, ObstacleError):
         return error.obstacle
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    known = next((reason for part, reason in _KNOWN.items() if part in str(error)), None)
-    return Obstacle(Reason.FAILS, (text,)) if known is None else Obstacle(known)
+    known = next((reason for kind, reason in _KNOWN.items() if match_error(error, kind)), None)
+    return Obstacle(Reason.FAILS, (first_line(error),)) if known is None else Obstacle(known)

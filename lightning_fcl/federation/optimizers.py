@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.annotations import is_nan, is_number
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.reductions import State
 
@@ -33,17 +34,21 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
     Example:
         >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])
         Traceback (most recent call last):
-        ValueError: Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Mend its \
+        lightning_fcl.errors.InvalidValueError: Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Mend its \
 arguments.
     """
     try:
         made = factory(parameters)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"Expected `{name}` to make one from parameters but got: {str(error).rstrip('.')}. Mend its arguments."
+        raise InvalidValueError(
+            f"Expected `{name}` to make one from parameters but got: {str(error).rstrip('.')}.",
+            hint="Mend its arguments.",
+            argument=name,
         ) from error
     if not isinstance(made, Optimizer):
-        raise ValueError(f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(made).__name__}.")
+        raise InvalidValueError(
+            f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(made).__name__}.", argument=name
+        )
     check_optimizer(made)
     return made
 
@@ -54,16 +59,18 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Example:
         >>> check_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float("nan")))
         Traceback (most recent call last):
-        ValueError: Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, such as `lr=0.01`.
+        lightning_fcl.errors.InvalidValueError: Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, such as `lr=0.01`.
     """
     for values in group_values(optimizer):
         for name, value in values.items():
             if is_nan(value) or (name == "lr" and is_number(value) and not math.isfinite(value)):
                 number = 0.01 if name == "lr" else optimizer.defaults.get(name)
                 usable = 0.0 if number is None or is_nan(number) else number
-                raise ValueError(
-                    f"Expected `{name}` of `{type(optimizer).__name__}` to be a finite number, but got {value}. Use a "
-                    f"finite number, such as `{name}={usable}`."
+                raise InvalidValueError(
+                    f"Expected `{name}` of `{type(optimizer).__name__}` to be a finite number, but got {value}.",
+                    hint=f"Use a finite number, such as `{name}={usable}`.",
+                    argument=name,
+                    value=value,
                 )
 
 
@@ -122,9 +129,10 @@ def optimizer_memory(optimizer: Optimizer, begun: Sequence[Mapping[str, Any]] = 
                 state[f"{'group' if isinstance(group[name], Tensor) else 'number'}.{i}.{name}"] = group[name]
     for key, value in state.items():
         if not isinstance(value, Tensor | int | float):
-            raise ValueError(
-                f"Expected an optimizer that keeps tensors and numbers for `keep_optimizer=True` but "
-                f"`{type(optimizer).__name__}` keeps a {type(value).__name__}, `{key}`. Leave `keep_optimizer` out."
+            raise InvalidValueError(
+                "Expected an optimizer that keeps tensors and numbers for `keep_optimizer=True` but "
+                f"`{type(optimizer).__name__}` keeps a {type(value).__name__}, `{key}`.",
+                hint="Leave `keep_optimizer` out.",
             )
     kept = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for key, v in state.items()}
     return {key: torch.as_tensor(value).detach().clone() for key, value in kept.items()}

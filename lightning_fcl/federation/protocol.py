@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -102,11 +103,13 @@ def need_federation(trainer: L.Trainer, name: str, why: str) -> RunsFederation:
         >>> import lightning.pytorch as L
         >>> need_federation(L.Trainer(barebones=True, accelerator="cpu"), "APFL", "it has no clients")
         Traceback (most recent call last):
-        ValueError: Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: it has no clients.
+        lightning_fcl.errors.InvalidValueError: Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: it has no clients.
     """
     federation = federation_of(trainer)
     if federation is None:
-        raise ValueError(f'Expected a Trainer with `strategy="federated"` for `{name}` but got a plain one: {why}.')
+        raise InvalidValueError(
+            f'Expected a Trainer with `strategy="federated"` for `{name}` but got a plain one: {why}.'
+        )
     return federation
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import at_least, check_arguments, quoted
+from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, quoted
 from lightning_fcl.federation.exact import CohortSums, ExactSum, round_to
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State
 
@@ -34,7 +34,9 @@ def median(stack: Tensor) -> Tensor:
 def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
     """Coordinate-wise mean over the first dimension without the ``trim`` fraction of values at each end."""
     if not 0 <= trim < 0.5:
-        raise ValueError(f"Expected `trim` to be at least 0 and below 0.5 but got {trim}.")
+        raise InvalidValueError(
+            f"Expected `trim` to be at least 0 and below 0.5 but got {trim}.", argument="trim", value=trim
+        )
     k = int(trim * len(stack))
     rest = ExactSum(stack[0])
     rest.add(stack.double().sort(dim=0).values[k : len(stack) - k])
@@ -164,7 +166,7 @@ def check_finite(state: Mapping[str, Tensor], names: Sequence[str], when: str) -
     wrong = [name for name in names if not torch.isfinite(state[name].sum())]
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
-        raise ValueError(f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.")
+        raise InvalidValueError(f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.")
 
 
 def check_still_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -192,8 +194,9 @@ def check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names
     same = [name for name in names if before[name].shape == after[name].shape]
     times = times_moved({name: change_of(before[name], after[name]) for name in same}, before)
     if not times <= most:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected a round to move the server by at most {most:g} times the larger of its norm and 1 but it would "
-            f"by {times:.3g} times. Go on from the checkpoint before it, with other reductions, a lower learning rate "
-            "of `server_optimizer`, or a larger `largest-update` of the run's configuration."
+            f"by {times:.3g} times.",
+            hint="Go on from the checkpoint before it, with other reductions, a lower learning rate of "
+            "`server_optimizer`, or a larger `largest-update` of the run's configuration.",
         )

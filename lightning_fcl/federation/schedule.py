@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.errors import above, at_least, check_arguments
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingValueError,
+    above,
+    at_least,
+    check_arguments,
+)
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
@@ -81,7 +88,11 @@ class Schedule(ABC):
 
     def __init__(self, speeds: Speeds) -> None:
         if not isinstance(speeds, Speeds):
-            raise TypeError(f"Expected `speeds` to be `Speeds`, such as `Speeds(0.01)`, but got {speeds!r:.100}.")
+            raise InvalidTypeError(
+                f"Expected `speeds` to be `Speeds`, such as `Speeds(0.01)`, but got {speeds!r:.100}.",
+                argument="speeds",
+                value=speeds,
+            )
         self.speeds = speeds
 
     def begin(self, deployment: Deployment, round: int = 0) -> None:
@@ -224,14 +235,17 @@ class Participation:
         schedule: Schedule | None = None,
     ) -> None:
         if not clients > 0 or (isinstance(clients, float) and clients > 1):
-            raise ValueError(
-                f"Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
-                f"{clients}."
+            raise InvalidValueError(
+                "Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
+                f"{clients}.",
+                argument="participation",
+                value=clients,
             )
         if swarm is not None and schedule is not None:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected no `swarm` beside `schedule` but got {swarm.hparams()}: a `{type(schedule).__name__}` is "
-                "kept by a server, which a swarm has not. Leave one out."
+                "kept by a server, which a swarm has not.",
+                hint="Leave one out.",
             )
         self.clients = clients
         self.seed = seed
@@ -267,19 +281,20 @@ class Participation:
         """Refuse settings that name rounds which a stream of so many does not have."""
         for round in self.swarm.rounds if self.swarm is not None else ():
             if round >= rounds:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected `missing` and `leaves` of the swarm to name rounds of the stream, 0 to {rounds - 1}, "
-                    f"but got {round}, which never comes. Name an earlier one."
+                    f"but got {round}, which never comes.",
+                    hint="Name an earlier one.",
                 )
 
     def check_samples(self, plan: Plan, rounds: int) -> None:
         """Raise ValueError if one of the first rounds has no client with `min_samples`."""
         for round in range(min(rounds, plan.rounds) if self.min_samples > 1 else 0):
             if not self.candidates(plan, round):
-                raise ValueError(
+                raise MissingValueError(
                     f"Expected a client with at least {self.min_samples} samples in each round, but got none in round "
-                    f"{round}, and the module cannot train on a batch of one sample. Use fewer clients or experiences, "
-                    "or replace batch normalization by group normalization."
+                    f"{round}, and the module cannot train on a batch of one sample.",
+                    hint="Use fewer clients or experiences, or replace batch normalization by group normalization.",
                 )
 
     def candidates(self, plan: Plan, round: int) -> set[str]:
@@ -309,7 +324,7 @@ class Participation:
         present = self.candidates(plan, round)
         if not present:
             gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
-            raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
+            raise InvalidValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
         number = count_drawn(self.clients, len(clients))
         if number >= len(clients) == len(present):
             return list(clients), []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import check_clients, listed, quoted
+from lightning_fcl.errors import InvalidValueError, check_clients, listed, quoted
 from lightning_fcl.federation.aggregation import (
     Aggregator,
     ClientWeights,
@@ -71,9 +71,10 @@ class FederatedServer:
         compression: Compression | None = None,
     ) -> None:
         if isinstance(client_weights, str) and client_weights not in ("samples", "trained", "uniform"):
-            raise ValueError(
+            raise InvalidValueError(
                 'Expected `client_weights` to be "samples", "trained", "uniform" or a weight per client but got '
-                f'"{client_weights}".'
+                f'"{client_weights}".',
+                argument="client_weights",
             )
         self.store = store
         if not isinstance(client_weights, str):
@@ -118,7 +119,9 @@ class FederatedServer:
         self.state = {name: plain_tensor(value).clone() for name, value in entries(module).items()}
         for name, (value, reduction) in (extra or {}).items():
             if name in self.state:
-                raise ValueError(f"Expected extra entries beside those of the module but got `{name}`, which it has.")
+                raise InvalidValueError(
+                    f"Expected extra entries beside those of the module but got `{name}`, which it has."
+                )
             self.reductions[name] = resolve(name, reduction)
             self.state[name] = self.extra[name] = plain_tensor(self.extra.get(name, value)).to(value.device, copy=True)
         self.sent_once.begin_round(extra or {}, self.state, self.reductions)
@@ -201,7 +204,9 @@ class FederatedServer:
         parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
         missing = [name for name, reduction in self.reductions.items() if reduction.up and name not in states]
         if missing:
-            raise ValueError(f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.")
+            raise InvalidValueError(
+                f"Expected clients' states with {quoted(missing)}, which travel up, but they have none."
+            )
         weights = weigh(self.client_weights, parts)
         coding = self.compression is not None  # then other numbers are added up
         sums = self.aggregator.sum_cohort(states, weights) if len(parts) > 1 and not coding else {}
@@ -322,8 +327,8 @@ class FederatedServer:
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
         check_clients("names", {*named, *(weights or ())}, known)
         if without := [client for client in known if weights is not None and not weights.get(client, 0) > 0]:
-            raise ValueError(
-                f"Expected `client_weights` to give each client a positive weight but it gives none to "
+            raise InvalidValueError(
+                "Expected `client_weights` to give each client a positive weight but it gives none to "
                 f"{listed(without)}."
             )
 

@@ -14,7 +14,7 @@ from statistics import NormalDist
 from typing import Any
 
 from lightning_fcl.data.datasets.files import read_lines
-from lightning_fcl.errors import check_arguments, listed
+from lightning_fcl.errors import InvalidValueError, MissingValueError, check_arguments, listed
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.randomness import seed_of
 
@@ -132,9 +132,10 @@ class Speeds:
         """Refuse speeds that do not say how long a client trains."""
         missing = [client for client in clients if self._speeds.get(client, self.typical).seconds_per_sample is None]
         if missing:
-            raise ValueError(
-                f"Expected `seconds_per_sample` of every client but got none of {listed(missing, 3)}. Set it in "
-                "`Speeds` for all that have no number of their own."
+            raise MissingValueError(
+                f"Expected `seconds_per_sample` of every client but got none of {listed(missing, 3)}.",
+                hint="Set it in `Speeds` for all that have no number of their own.",
+                argument="seconds_per_sample",
             )
 
     def of(self, client: str, seed: int) -> Speed:
@@ -167,7 +168,9 @@ def _check_number(name: str, value: object, above_zero: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and above_zero):  # type: ignore[operator]
         least = "above" if above_zero else "at least"
-        raise ValueError(f"Expected `{name}` to be a finite number {least} 0 but got {value}.")
+        raise InvalidValueError(
+            f"Expected `{name}` to be a finite number {least} 0 but got {value}.", argument=name, value=value
+        )
 
 
 def _checked(client: str, own: Any) -> dict[str, float]:
@@ -176,7 +179,7 @@ def _checked(client: str, own: Any) -> dict[str, float]:
         Speed(**numbers)
         return numbers
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected the speed of client {client} to name {', '.join(_FIELDS)}, each with a number, but got "
             f"{own!r:.100}: {error}"
         ) from error
@@ -187,17 +190,21 @@ def _read(path: Path) -> dict[str, Any]:
     if path.suffix != ".csv":
         found = read_yaml(path)
         if not isinstance(found, Mapping):
-            raise ValueError(f"Expected {path} to map clients to their speeds but got {found!r:.100}.")
+            raise InvalidValueError(f"Expected {path} to map clients to their speeds but got {found!r:.100}.")
         return {str(client): own for client, own in found.items()}
     try:
         rows = list(csv.DictReader(read_lines(path, "Write it anew.")))
     except csv.Error as error:
-        raise ValueError(f"Expected {path} to be CSV but got: {error}. Write it anew.") from error
+        raise InvalidValueError(f"Expected {path} to be CSV but got: {error}.", hint="Write it anew.") from error
     if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
-        raise ValueError(f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}. Mend it.")
+        raise InvalidValueError(
+            f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.", hint="Mend it."
+        )
     clients = [row.pop(_CLIENT) for row in rows]
     if twice := [client for client, times in Counter(clients).items() if times > 1]:
-        raise ValueError(f"Expected each client once in {path} but {twice[0]} comes twice. Leave one out.")
+        raise InvalidValueError(
+            f"Expected each client once in {path} but {twice[0]} comes twice.", hint="Leave one out."
+        )
     return {
         client: {name: text for name, text in row.items() if text} for client, row in zip(clients, rows, strict=True)
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fcl.errors import check_arguments
+from lightning_fcl.errors import InvalidValueError, check_arguments
 from lightning_fcl.randomness import seed_of
 
 
@@ -40,13 +40,15 @@ class Swarm:
         leaves: dict[str, int] | None = None,
     ) -> None:
         if not 0 <= dropout < 1:
-            raise ValueError(f"Expected `dropout` to be at least 0 and below 1 but got {dropout}.")
+            raise InvalidValueError(
+                f"Expected `dropout` to be at least 0 and below 1 but got {dropout}.", argument="dropout", value=dropout
+            )
         self.dropout = dropout
         self.missing = {str(node): list(rounds) for node, rounds in (missing or {}).items()}
         self.leaves = {str(node): int(round) for node, round in (leaves or {}).items()}
         for round in self.rounds:
             if round < 0:
-                raise ValueError(f"Expected rounds of `missing` and `leaves` from 0 on but got {round}.")
+                raise InvalidValueError(f"Expected rounds of `missing` and `leaves` from 0 on but got {round}.")
 
     @property
     def nodes(self) -> list[str]:

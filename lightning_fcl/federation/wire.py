@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import check_arguments
+from lightning_fcl.errors import InvalidValueError, check_arguments
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.ranks import Ranks
 
@@ -69,7 +69,11 @@ class TopK(Compression):
     @check_arguments
     def __init__(self, fraction: float = 0.1, bits: int | None = None) -> None:
         if not 0 < fraction <= 1:
-            raise ValueError(f"Expected `fraction` to be above 0 and up to 1 but got {fraction}.")
+            raise InvalidValueError(
+                f"Expected `fraction` to be above 0 and up to 1 but got {fraction}.",
+                argument="fraction",
+                value=fraction,
+            )
         self.fraction = float(fraction)
         self.bits = None if bits is None else _checked(bits)
 
@@ -149,7 +153,9 @@ def transmit(
 
 def _checked(bits: int) -> int:
     if type(bits) is not int or not 2 <= bits <= 16:
-        raise ValueError(f"Expected `bits` to be a whole number between 2 and 16 but got {bits!r}.")
+        raise InvalidValueError(
+            f"Expected `bits` to be a whole number between 2 and 16 but got {bits!r}.", argument="bits", value=bits
+        )
     return bits
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
+from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 from lightning_fcl.evaluation.files import cache_folder
 from lightning_fcl.hub.documents import check_members
 from lightning_fcl.hub.source import download
+from lightning_fcl.library_errors import first_line
 
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
 
@@ -23,9 +25,9 @@ def local_checkpoint(path: str | Path) -> Path:
         return Path(path)
     url, digest = remote["url"], remote["digest"]
     if not digest:
-        raise ValueError(
-            f"Expected a checkpoint from afar to tell its SHA-256 but got {path}. Append #sha256=... with its 64 "
-            "digits, or download the file and look at it."
+        raise InvalidValueError(
+            f"Expected a checkpoint from afar to tell its SHA-256 but got {path}.",
+            hint="Append #sha256=... with its 64 digits, or download the file and look at it.",
         )
     digest = digest.lower()
     return download(url, cache_folder() / "checkpoints" / f"{digest}.ckpt", digest)
@@ -35,7 +37,7 @@ def checkpoint_file(path: str | Path) -> Path:
     """The file of a checkpoint, which is refused if there is none."""
     file = local_checkpoint(path)
     if not file.exists():
-        raise FileNotFoundError(f"Expected a checkpoint at {path} but there is none.{_instead(file)}")
+        raise MissingFileError(f"Expected a checkpoint at {path} but there is none.", hint=_instead(file))
     return file
 
 
@@ -51,10 +53,10 @@ def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, 
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
             raise ValueError("it has no `state_dict`")
     except Exception as error:  # whatever a damaged file makes of its reader
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"Expected a whole checkpoint of tensors and plain values at {path} but could not read it ({reason})."
-            f"{_instead(file)}"
+        raise DamagedFileError(
+            f"Expected a whole checkpoint of tensors and plain values at {path} but could not read it ("
+            f"{first_line(error)}).",
+            hint=_instead(file),
         ) from error
     return checkpoint
 
@@ -88,9 +90,10 @@ def checkpoint_of_run(run: Path) -> Path:
     """The newest checkpoint of a run, whose folder has its recipe, too."""
     checkpoint = newest_checkpoint(run / "checkpoints")
     if checkpoint is None or not (run / "config.yaml").is_file():
-        raise ValueError(
-            f"Expected the folder of a run, with config.yaml and checkpoints, but got {run}, which is none, or none of "
-            "its checkpoints is whole. Give what was `--out` of `lightning-fcl fit`."
+        raise InvalidValueError(
+            f"Expected the folder of a run, with config.yaml and checkpoints, but got {run}, which is none, or none "
+            "of its checkpoints is whole.",
+            hint="Give what was `--out` of `lightning-fcl fit`.",
         )
     return checkpoint
 

@@ -16,7 +16,15 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 import yaml
 
-from lightning_fcl.errors import did_you_mean, require
+from lightning_fcl.errors import (
+    DamagedFileError,
+    InvalidValueError,
+    MissingFileError,
+    UnknownNameError,
+    did_you_mean,
+    require,
+)
+from lightning_fcl.library_errors import first_line, one_line
 
 Document = TypeVar("Document")
 
@@ -43,17 +51,21 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 
 def read_yaml(path: Path) -> Any:
     if path.is_block_device() or path.is_char_device():
-        raise ValueError(f"Expected {path} to be a YAML file but it is a device. Name a file.")
+        raise InvalidValueError(f"Expected {path} to be a YAML file but it is a device.", hint="Name a file.")
     if not path.exists():
-        raise FileNotFoundError(f"Expected a YAML file at {path} but there is none.")
+        raise MissingFileError(f"Expected a YAML file at {path} but there is none.")
     if (size := path.stat().st_size) > SIZE:
-        raise ValueError(f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}. Cut it.")
+        raise InvalidValueError(
+            f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}.", hint="Cut it."
+        )
     try:
         text = path.read_text(encoding="utf-8")
         check_yaml(text)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"Expected {path} to be YAML but got: {' '.join(str(error).split()).rstrip('.')}.") from error
+        raise InvalidValueError(
+            f"Expected {path} to be YAML but got: {' '.join(str(error).split()).rstrip('.')}."
+        ) from error
 
 
 def parse(kind: type[Document], content: object, where: object, **made: object) -> Document:
@@ -64,29 +76,31 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
     jsonargparse = require("jsonargparse", "reads documents")
     known = [field.name for field in fields(kind) if field.name not in made]  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
-        raise ValueError(f"Expected {where} to hold values by name but got {str(content)[:100]!r}.")
+        raise InvalidValueError(f"Expected {where} to hold values by name but got {str(content)[:100]!r}.")
     for name in content:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ValueError(f"Expected {', '.join(known)} in {where} but got {str(name)[:100]}.{hint}")
+            raise UnknownNameError(f"Expected {', '.join(known)} in {where} but got {str(name)[:100]}.", hint=hint)
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, skip={*made})
     try:
         values = parser.parse_object(deepcopy(dict(content)))
     except jsonargparse.ArgumentError as error:
-        raise ValueError(f"Expected {where} to be understood but got: {' '.join(str(error).split())[:500]}.") from error
+        raise InvalidValueError(f"Expected {where} to be understood but got: {one_line(error)}.") from error
     try:
         return kind(**vars(values), **made)
     except ValueError as error:
-        raise ValueError(f"{error} It is said in {where}.") from error
+        raise InvalidValueError(f"{error} It is said in {where}.") from error
 
 
 def resolve_maker(path: str) -> Any:
     """The class that a ``class_path`` names, or the function, which says what it makes."""
     made = resolve_name(path)
     if not isinstance(made, type) and "return" not in getattr(made, "__annotations__", {}):
-        raise ValueError(
-            f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}."
+        raise InvalidValueError(
+            f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}.",
+            argument="class_path",
+            value=path,
         )
     return made
 
@@ -134,12 +148,11 @@ def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
             raise ValueError(f"a {'folder' if path.is_dir() else 'device'}")
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"Expected the file {path} but it is missing. {remedy}") from error
+        raise MissingFileError(f"Expected the file {path} but it is missing. {remedy}") from error
     except MemoryError:  # the machine's want, not the file's
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"Expected {path} {what} but got: {reason}. {remedy}") from error
+        raise DamagedFileError(f"Expected {path} {what} but got: {first_line(error)}. {remedy}") from error
 
 
 def ensure(fits: object, otherwise: str) -> None:

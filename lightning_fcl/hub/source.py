@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_fcl.errors import require
+from lightning_fcl.errors import ConnectionFailedError, FileAccessError, InvalidValueError, MissingFileError, require
 from lightning_fcl.evaluation.files import writing
 from lightning_fcl.hub.documents import read_yaml
 
@@ -30,9 +30,9 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
             return path
         settings = (os.environ.get(name, "") for name in ("LIGHTNING_FCL_OFFLINE", "HF_HUB_OFFLINE"))
         if any(setting.lower() not in ("", "0", "false", "no") for setting in settings):
-            raise ConnectionError(
-                f"Expected {path} to be there, as nothing is downloaded in offline mode, but it is not. Unset "
-                f"LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or put {url} there."
+            raise ConnectionFailedError(
+                f"Expected {path} to be there, as nothing is downloaded in offline mode, but it is not.",
+                hint=f"Unset LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or put {url} there.",
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         pooch.get_logger().setLevel("WARNING")  # the bar shows it
@@ -40,13 +40,14 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
         try:
             pooch.retrieve(url, digest, path.name, path.parent, downloader=downloader)
         except requests.RequestException as error:
-            raise ConnectionError(
-                f"Expected to download {url} but got: {error}. Try again, or download it by hand to {path}{then}."
+            raise ConnectionFailedError(
+                f"Expected to download {url} but got: {error}.",
+                hint=f"Try again, or download it by hand to {path}{then}.",
             ) from error
         except ValueError as error:
-            raise ValueError(
-                f"Expected the file of digest {digest} from {url} but got: {error}. Nothing of it is kept. Ask its "
-                "publisher for it, or for the digest that it has now."
+            raise InvalidValueError(
+                f"Expected the file of digest {digest} from {url} but got: {error}.",
+                hint="Nothing of it is kept. Ask its publisher for it, or for the digest that it has now.",
             ) from error
     return path
 
@@ -135,7 +136,7 @@ class Source:
         advice = self.by_hand.format(url=self.url, root=root) or f"Run {self.command}"
         if self.holds:
             advice += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.holds}"
-        raise FileNotFoundError(f"Expected {self.title} below `root` but found nothing in {root}. {advice}.")
+        raise MissingFileError(f"Expected {self.title} below `root` but found nothing in {root}. {advice}.")
 
     def fetch(self, root: str | Path | None = None) -> Path:
         """Download the files, verify and unpack them, whole or not at all; what is there is not downloaded again."""
@@ -155,9 +156,9 @@ class Source:
                 shutil.unpack_archive(archive, scratch, filter=None if archive.suffix == ".zip" else "data")
                 (Path(scratch) / self.folder).rename(target)
         except Exception as error:  # whatever a damaged archive makes of its reader
-            raise OSError(
-                f"Expected to unpack {archive} to {target} but got: {error}. Make room there, or delete what is in the "
-                f"way, and run {self.command} again."
+            raise FileAccessError(
+                f"Expected to unpack {archive} to {target} but got: {error}.",
+                hint=f"Make room there, or delete what is in the way, and run {self.command} again.",
             ) from error
         archive.unlink()
         return target

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.optimizers import SCHEDULED, group_values, set_group_values
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.federation.ranks import ALONE, Ranks
@@ -144,9 +145,10 @@ class LocalSteps:
             if p.grad is None:
                 continue
             if hasattr(p, "grad_sample"):
-                raise ValueError(
+                raise InvalidValueError(
                     "Expected `accumulate_grad_batches=1` for gradients of single samples (`grad_sample`), of which "
-                    f"the optimizer would see the last batch's alone, but got {self.every}. Set a larger `batch_size`."
+                    f"the optimizer would see the last batch's alone, but got {self.every}.",
+                    hint="Set a larger `batch_size`.",
                 )
             gradient = p.grad.detach().clone()
             if active < self.active:  # the others have no such batch
@@ -214,7 +216,8 @@ def client_steps(trainer: L.Trainer) -> int | float:
     if federation is None:
         return trainer.num_training_batches
     if not federation.batches:
-        raise ValueError(
-            "Expected a client that trains for `client_steps` but none does. Ask within a step, or in a batch's hooks."
+        raise InvalidValueError(
+            "Expected a client that trains for `client_steps` but none does.",
+            hint="Ask within a step, or in a batch's hooks.",
         )
     return federation.batches

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.data.batches import Alike, Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
@@ -92,9 +92,10 @@ class StepTrainer(StackedTrainer):
                     self.losses[rows] = losses.detach().to(self.losses.dtype)
                     found.append(losses.sum())
         if found and len(found) < len(groups):
-            raise ValueError(
+            raise InvalidValueError(
                 "Expected a `training_step` that returns a loss for the batches of all clients side by side, or for "
-                f"none, but it did for {len(found)} of {len(groups)} shapes of batches. Set `cohort_size=1`."
+                f"none, but it did for {len(found)} of {len(groups)} shapes of batches.",
+                hint="Set `cohort_size=1`.",
             )
         return torch.stack(found).sum() if found else None
 
@@ -191,9 +192,10 @@ class StepTrainer(StackedTrainer):
         if not there or (len(parts) == 1 and len(parts[0][0]) == self.number):
             return parts[0][1]
         if len(there) < len(parts):
-            raise ValueError(
+            raise InvalidValueError(
                 "Expected a `training_step` in which the same parameters learn for batches of all shapes, as clients "
-                "train side by side, but some learn for some of them alone. Set `cohort_size=1`."
+                "train side by side, but some learn for some of them alone.",
+                hint="Set `cohort_size=1`.",
             )
         every = there[0][1].new_zeros(self.number, *there[0][1].shape[1:])
         for rows, gradient in there:
@@ -207,9 +209,10 @@ class StepTrainer(StackedTrainer):
             ValueError: If their steps have left something on the module, where the next client would find it.
         """
         if changed := self._loose.changes():
-            raise ValueError(
-                f"Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
-                f"round {self._client_rounds[0].round} it has changed {quoted(changed)}. Set `cohort_size=1`."
+            raise InvalidValueError(
+                "Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
+                f"round {self._client_rounds[0].round} it has changed {quoted(changed)}.",
+                hint="Set `cohort_size=1`.",
             )
         self._leaves = []
         return super().finish()

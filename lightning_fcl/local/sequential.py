@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizers import group_values, optimizer_memory, restore_optimizer
+from lightning_fcl.library_errors import LibraryError, match_error
 from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.declaration import Declaration, client_of
 from lightning_fcl.methods.method import driver_of
@@ -124,10 +125,10 @@ class SequentialTrainer:
         """Take the client's state from the module."""
         own = {name: plain_tensor(value) for name, value in entries(self._module).items()}
         if new := [name for name in own if name not in self._received]:
-            raise ValueError(
+            raise InvalidValueError(
                 "Expected a module whose state is there before it trains but a step of client "
-                f"{self._client_rounds[0].client} has made {quoted(new)}. "
-                "Make it in `__init__` or in `configure_model`."
+                f"{self._client_rounds[0].client} has made {quoted(new)}.",
+                hint="Make it in `__init__` or in `configure_model`.",
             )
         losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
         finite = all(map(math.isfinite, losses)) and (not self._methods or bool(driver_of(self._module.trainer).finite))
@@ -151,11 +152,12 @@ def explain(error: ValueError, part: ClientRound) -> None:
 
     A trial before the first round finds such modules, except those whose step fails in the trial.
     """
-    if "more than 1 value per channel" in str(error):
-        raise ValueError(
+    if match_error(error, LibraryError.ONE_SAMPLE):
+        raise InvalidValueError(
             f"Expected batches of at least two samples for batch normalization, but client {part.client} has a batch "
-            f"of one sample in round {part.round}, of {part.samples} samples. Use a `batch_size` that leaves no single "
-            "sample, and a partition that gives each client at least two samples."
+            f"of one sample in round {part.round}, of {part.samples} samples.",
+            hint="Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two "
+            "samples.",
         ) from error
 
 

@@ -19,6 +19,7 @@ from lightning_fcl.data.reading_check import restored_reading
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.optimizers import with_parameters
+from lightning_fcl.library_errors import first_line
 from lightning_fcl.local.loop_counts import counting, silent
 from lightning_fcl.local.outside import Outside
 from lightning_fcl.local.trial import copy_of
@@ -82,7 +83,7 @@ def _why_not(
             finally:
                 around.restore()
         except Exception as error:  # Code of a user may raise anything.
-            return f"`{type(error).__name__}: {str(error).partition(chr(10))[0]}`"
+            return f"`{type(error).__name__}: {first_line(error)}`"
     finite = all(bool(torch.isfinite(value).all()) for value in results if value.is_floating_point())
     return None if finite else "its loss or its gradient is not finite"
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
@@ -267,10 +268,12 @@ def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: 
     for part, other in zip(clients, shapes, strict=True):
         for name in sorted({*shapes[0], *other}):
             if shapes[0].get(name) != other.get(name):
-                raise ValueError(
-                    f"Expected `{type(method).__name__}` to remember the same entries of each client, as several train "
-                    f"side by side, but `{name}` differs between client {clients[0].client} and client {part.client}. "
-                    "Let `on_download` fill in what is not there yet, or set `vectorizable = False`."
+                raise InvalidValueError(
+                    f"Expected `{type(method).__name__}` to remember the same entries of each client, as several "
+                    f"train side by side, but `{name}` differs between client {clients[0].client} and client "
+                    f"{part.client}.",
+                    hint="Let `on_download` fill in what is not there yet, or set `vectorizable = False`.",
+                    argument=f"{type(method).__name__}",
                 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import argument, at_least, quoted
+from lightning_fcl.errors import InvalidValueError, argument, at_least, quoted
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.fedbuff import FedBuff
@@ -75,9 +75,10 @@ class MovesServer(Method):
             f"{quoted(before)} before it": bool(before),
         }
         for got in (what for what, there in unfit.items() if there):
-            raise ValueError(
-                f"Expected a server that goes to the mean of what all clients have trained from its model, for "
-                f"`{type(self).__name__}`, which moves it from there, but got {got}. Leave one out."
+            raise InvalidValueError(
+                "Expected a server that goes to the mean of what all clients have trained from its model, for "
+                f"`{type(self).__name__}`, which moves it from there, but got {got}.",
+                hint="Leave one out.",
             )
 
 
@@ -110,7 +111,9 @@ class FedProx(Method):
             return 0.0
         params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.part)}
         if not params:
-            raise ValueError(f"Expected `part` to match a trainable parameter but `{self.part}` matches none.")
+            raise InvalidValueError(
+                f"Expected `part` to match a trainable parameter but `{self.part}` matches none.", argument="part"
+            )
         return self.mu * proximal_term(params, step.server)
 
 
@@ -149,9 +152,10 @@ class SCAFFOLD(Method):
         scheduled = need_federation(trainer, "SCAFFOLD", "").scheduled
         alike = all(len({*settings.get(name, ())}) <= 1 for name in ("lr", "momentum", "nesterov"))
         if settings["class"] != "SGD" or any(settings["dampening"]) or scheduled or not alike:
-            raise ValueError(
-                "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients off its "
-                f"moves, but got {settings}{', scheduled by step' * scheduled}. Use SGD, and schedules by round."
+            raise InvalidValueError(
+                "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients off "
+                f"its moves, but got {settings}{', scheduled by step' * scheduled}.",
+                hint="Use SGD, and schedules by round.",
             )
 
     def server_state(self, module: L.LightningModule) -> State:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.reading_check import restored_reading
+from lightning_fcl.errors import InvalidTypeError
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.trial import first_rows
@@ -29,9 +30,9 @@ def check_batch(method: Declaration, batch: Batch, stored: bool = True) -> None:
     """
     accepts = is_labelled(batch) or (method.needs.dicts and isinstance(batch, dict))
     if method.needs.labels and not accepts:
-        raise TypeError(
-            f"Expected batches `[x, y]` for `{type(method).__name__}` but got {_kind_of(batch)}. Return a pair from "
-            "your dataset."
+        raise InvalidTypeError(
+            f"Expected batches `[x, y]` for `{type(method).__name__}` but got {_kind_of(batch)}.",
+            hint="Return a pair from your dataset.",
         )
     if stored:
         check_stored(method, batch)
@@ -76,10 +77,11 @@ def check_stored(method: Declaration, batch: Batch) -> None:
     size = len(batch[1]) if is_labelled(batch) and batch[1].dim() else min(sizes, default=0)
     for part, value in values.items():
         if not (isinstance(value, Tensor) and value.dim() and len(value) == size):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"Expected batches of tensors with a row for each sample for `{name}`, which works on single samples, "
-                f"but `{part}` is {_described(value)}. Return tensors of one shape from the dataset or its "
-                f"`collate_fn`: pad sequences and encode text. Or remove `{name}`."
+                f"but `{part}` is {_described(value)}.",
+                hint="Return tensors of one shape from the dataset or its `collate_fn`: pad sequences and encode "
+                f"text. Or remove `{name}`.",
             )
 
 

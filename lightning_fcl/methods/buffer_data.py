@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.errors import require
+from lightning_fcl.errors import InvalidTypeError, require
 from lightning_fcl.federation.client_store import Memory
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ class Agent(SimpleNamespace):
         super().__init__(asks=asks, model=model, device=device, eval_mb_size=256, clock=clock)
 
     def __getattr__(self, name: str) -> Any:
-        raise TypeError(
+        raise InvalidTypeError(
             f"Expected a selection strategy that asks for the model and its device but `{self.asks}` asks for "
-            f"`{name}`, which only Avalanche's own training loop has. Use another."
+            f"`{name}`, which only Avalanche's own training loop has.",
+            hint="Use another.",
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import argument, at_least, one_of
+from lightning_fcl.errors import InvalidValueError, argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
@@ -85,9 +85,9 @@ class LogitAdjustment(Method):
         if self.prior == "client":
             return {}
         if not isinstance(module, HasClasses):
-            raise ValueError(
-                f"Expected a module with `num_classes` for `LogitAdjustment` but got a `{type(module).__name__}`. Use "
-                "a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
+            raise InvalidValueError(
+                f"Expected a module with `num_classes` for `LogitAdjustment` but got a `{type(module).__name__}`.",
+                hint="Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`.",
             )
         return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
 

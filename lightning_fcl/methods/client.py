@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.batches import Batch, some_of
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
+from lightning_fcl.errors import InvalidStateError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation
@@ -80,9 +81,10 @@ class Client:
             RuntimeError: Where several clients train side by side, and this stands for all of them.
         """
         if self._part is None:
-            raise RuntimeError(
-                "Expected one client for `client.part` but several train side by side. Keep what a step needs of it in "
-                "the memory that `on_download` returns, or set `vectorizable = False`."
+            raise InvalidStateError(
+                "Expected one client for `client.part` but several train side by side.",
+                hint="Keep what a step needs of it in the memory that `on_download` returns, or set `vectorizable = "
+                "False`.",
             )
         return self._part
 
@@ -94,7 +96,7 @@ class Client:
     def module(self) -> L.LightningModule:
         """The module that the Trainer trains."""
         if self._module is None:
-            raise RuntimeError("Expected a client of a Trainer for `client.module` but got one of none.")
+            raise InvalidStateError("Expected a client of a Trainer for `client.module` but got one of none.")
         return self._module
 
     @property
@@ -149,7 +151,9 @@ class Client:
 
 
 def _elsewhere(x: Any, *others: object, **more: object) -> Tensor:
-    raise RuntimeError("Expected a step of a module, which has outputs on other samples, too, but got one of none.")
+    raise InvalidStateError(
+        "Expected a step of a module, which has outputs on other samples, too, but got one of none."
+    )
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import federation_of, need_federation
 from lightning_fcl.methods.client import Client, Step
@@ -35,12 +36,14 @@ def check_compatible(methods: Sequence[Declaration]) -> None:
     ):
         names = [*dict.fromkeys(type(method).__name__ for method in overriding(methods, function))]
         if len(names) > 1:
-            raise ValueError(f"Expected at most one method that {does} but got {' and '.join(names)}. Remove one.")
+            raise InvalidValueError(
+                f"Expected at most one method that {does} but got {' and '.join(names)}.", hint="Remove one."
+            )
     names = [type(method).__name__ for method in methods]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(
-                f"Expected each method once but got `{name}` {names.count(name)} times. Remove the others."
+            raise InvalidValueError(
+                f"Expected each method once but got `{name}` {names.count(name)} times.", hint="Remove the others."
             )
 
 
@@ -48,9 +51,9 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
     """Refuse, before a fit, what a method cannot work with."""
     name, needs = type(method).__name__, method.needs
     if str(trainer.precision).startswith("16") and trainer.scaler is not None:
-        raise ValueError(
-            f'Expected a Trainer without loss scaling for `{name}` but got `precision="{trainer.precision}"`. Use '
-            '"bf16-mixed" or "32-true".'
+        raise InvalidValueError(
+            f'Expected a Trainer without loss scaling for `{name}` but got `precision="{trainer.precision}"`.',
+            hint='Use "bf16-mixed" or "32-true".',
         )
     if needs.loss:
         states_loss(module, f" for `{name}`")
@@ -59,9 +62,10 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
         return
     weights = federation.server.client_weights
     if needs.uniform and weights != "uniform" and len(federation.stream.plan.clients) > 1:
-        raise ValueError(
+        raise InvalidValueError(
             f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
-            f"{weights!r}. Give it to the strategy."
+            f"{weights!r}.",
+            hint="Give it to the strategy.",
         )
     if not needs.head:
         return
@@ -69,16 +73,17 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
     learning = trainable(module)
     chosen = sorted(name for name in learning if matches(name, head))
     if not chosen or len(chosen) == len(learning):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(chosen)} of "
-            f"{len(learning)}: {', '.join(sorted(learning)[:3])}, ..."
+            f"{len(learning)}: {', '.join(sorted(learning)[:3])}, ...",
+            argument="head",
         )
     reductions = reductions_of(module, federation.strategy.rules)
     for name in chosen:
         if not reductions[name].own:
-            raise ValueError(
-                f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}". '
-                f'Give the strategy `reductions={{"{head}": "none"}}`.'
+            raise InvalidValueError(
+                f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}".',
+                hint=f'Give the strategy `reductions={{"{head}": "none"}}`.',
             )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import check_fields
+from lightning_fcl.errors import InvalidStateError, check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
@@ -283,8 +283,8 @@ class Declaration:
         """The client that trains now, for Lightning's hooks."""
         if self._client is None:
             name = type(self).__name__
-            raise RuntimeError(
-                f"Expected a client that trains with `{name}` but none does. Give it to a Trainer, and fit."
+            raise InvalidStateError(
+                f"Expected a client that trains with `{name}` but none does.", hint="Give it to a Trainer, and fit."
             )
         return self._client
 

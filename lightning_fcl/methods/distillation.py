@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import above, argument, at_least, between, one_of
+from lightning_fcl.errors import InvalidValueError, above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step, remember, section
@@ -69,9 +69,10 @@ class FLwF2T(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.beta <= 1 or self.alpha + self.beta > 1 + 1e-9:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha={self.alpha}, "
-                f"beta={self.beta}. The server model's weight is 1 - alpha - beta."
+                f"beta={self.beta}.",
+                hint="The server model's weight is 1 - alpha - beta.",
             )
 
     def on_download(self, client: Client) -> Memory:

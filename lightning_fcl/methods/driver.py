@@ -23,6 +23,7 @@ from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.plain_tensors import plain_samples
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import Aggregator, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
@@ -339,8 +340,8 @@ def _side_by_side(federation: RunsFederation | None) -> bool:
 
 
 def _refuse_output(method: Declaration, module: L.LightningModule, why: str) -> NoReturn:
-    raise ValueError(
+    raise InvalidValueError(
         f"Expected logits of shape (batch, classes), two or more, for `{type(method).__name__}`, which compares "
-        f"classes by them, but {why}. Let `{type(module).__name__}.forward` give one for each class, or leave "
-        f"`{type(method).__name__}` out."
+        f"classes by them, but {why}.",
+        hint=f"Let `{type(module).__name__}.forward` give one for each class, or leave `{type(method).__name__}` out.",
     )

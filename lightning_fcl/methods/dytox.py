@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import above, argument, at_least
+from lightning_fcl.errors import InvalidValueError, MissingValueError, above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step, remember, section
@@ -78,7 +78,10 @@ class DyToxTraining(Episodic):
         if self.max_size:
             memory_size(max_size=self.max_size)
         if isinstance(self.distillation, str) and self.distillation != "auto":
-            raise ValueError(f'Expected `distillation` to be "auto" or a number but got "{self.distillation}".')
+            raise InvalidValueError(
+                f'Expected `distillation` to be "auto" or a number but got "{self.distillation}".',
+                argument="distillation",
+            )
         at_least(0, distillation=0 if isinstance(self.distillation, str) else self.distillation)
         self._present: int | None = None  # the task whose parameters alone learn; None: all learn
         self._tuning = False
@@ -90,9 +93,10 @@ class DyToxTraining(Episodic):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         model, stream = net_of(pl_module), stream_of(trainer)
         if stream is not None and not stream.plan.common_tasks:
-            raise ValueError(
-                f"Expected a stream that tells tasks of classes, the same for all clients, for `DyToxTraining` but got "
-                f'{stream}. Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.'
+            raise InvalidValueError(
+                "Expected a stream that tells tasks of classes, the same for all clients, for `DyToxTraining` but got "
+                f"{stream}.",
+                hint='Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.',
             )
         if stream is not None:
             model.assign(stream.plan.common_tasks)
@@ -160,9 +164,10 @@ class DyToxTraining(Episodic):
             data = federation.stream.client_samples(part.client, part.round, federation.seed)
             memory = remember_task(client, data, self.max_size, generator)
         elif not knows_task(memory, part.experience):
-            raise ValueError(
+            raise MissingValueError(
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
-                "is left to learn it. Raise `max_epochs`."
+                "is left to learn it.",
+                hint="Raise `max_epochs`.",
             )
         chosen = balanced(memory["y"].cpu(), generator).to(memory["y"].device)
         return memory["x"][chosen], memory["y"][chosen]
@@ -224,9 +229,9 @@ def net_of(module: L.LightningModule) -> DyTox:
     """The `DyTox` that a module trains."""
     found = [part for part in module.modules() if isinstance(part, DyTox)]
     if len(found) != 1:
-        raise ValueError(
-            f"Expected one `DyTox` in the module for `DyToxTraining` but got {len(found)}. Use "
-            "`Classifier(model=DyTox(...))`."
+        raise InvalidValueError(
+            f"Expected one `DyTox` in the module for `DyToxTraining` but got {len(found)}.",
+            hint="Use `Classifier(model=DyTox(...))`.",
         )
     return found[0]
 
@@ -238,8 +243,9 @@ def _usual_epochs(client: Client) -> int:
 def _task_of(model: DyTox, labels: Tensor, client: str) -> int:
     tasks = torch.unique(model.task_of(labels)).tolist()
     if len(tasks) != 1:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected an experience of classes of one task of `DyTox` but client {client} has those of the tasks "
-            f"{', '.join(map(str, tasks)) or 'none'}. Give `DyTox(tasks=...)` the classes of each experience."
+            f"{', '.join(map(str, tasks)) or 'none'}.",
+            hint="Give `DyTox(tasks=...)` the classes of each experience.",
         )
     return int(tasks[0])

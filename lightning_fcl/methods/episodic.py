@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch, joined
-from lightning_fcl.errors import above, argument, at_least, warn_of_one
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, above, argument, at_least, warn_of_one
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Step
@@ -28,9 +28,11 @@ def memory_size(**arguments: int | float) -> None:
     """Raise ValueError if an argument is no number of samples and no share. Warn if it is the integer 1."""
     for name, value in arguments.items():
         if not value > 0 or (isinstance(value, float) and value > 1):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `{name}` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
-                f"{value}."
+                f"{value}.",
+                argument=name,
+                value=value,
             )
         warn_of_one(name, value, "1 sample", "all samples")
 
@@ -157,7 +159,7 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning."""
     if not isinstance(data, list | tuple) or len(data) != 2:
         parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
-        raise TypeError(f"Expected samples `[x, y]` to remember but got {parts}. Return pairs instead.")
+        raise InvalidTypeError(f"Expected samples `[x, y]` to remember but got {parts}.", hint="Return pairs instead.")
     x, y = data
     if x.is_floating_point() and not torch.isfinite(x.sum()):
         finite = torch.isfinite(x).flatten(1).all(dim=1)
@@ -314,8 +316,9 @@ class BCN(Episodic):
 
     def _worst(self, step: Step, x: Tensor, y: Tensor) -> Tensor:
         if not x.is_floating_point():
-            raise TypeError(
-                f"Expected inputs of floating-point numbers, which `BCN` can move, but got {x.dtype}. Give it `eps=0`."
+            raise InvalidTypeError(
+                f"Expected inputs of floating-point numbers, which `BCN` can move, but got {x.dtype}.",
+                hint="Give it `eps=0`.",
             )
         fixed = {name: value.detach() for name, value in step.params.items()}
 

@@ -14,6 +14,7 @@ import torch
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.scenarios.scenario import Plan
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State, declare
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.reductions import Reduction
@@ -71,8 +72,9 @@ def check_in_step(method: Declaration, module: L.LightningModule) -> None:
         return
     kept = method.server_state(module)
     if len(lasting(method, kept)) < len(kept):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected a stream whose clients enter each experience in the same round for `{type(method).__name__}`, "
             "whose server state starts anew with each experience, but got clients that enter experiences in different "
-            "rounds. Use a scenario other than `Staggered`, or `SCAFFOLD`."
+            "rounds.",
+            hint="Use a scenario other than `Staggered`, or `SCAFFOLD`.",
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import above, argument, at_least
+from lightning_fcl.errors import InvalidValueError, above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, remember, section
@@ -72,9 +72,10 @@ class FedKNOW(FedViT):
         names = [f"{place}.weight" for place, layer in client.module.named_modules() if isinstance(layer, kinds)]
         weights = [name for name in names if not fnmatchcase(name, self.head)]
         if not weights:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected a body with linear or convolutional layers for `{type(self).__name__}` but "
-                f"`{type(client.module).__name__}` has none outside of `head={self.head}`. Use `FedViT`."
+                f"`{type(client.module).__name__}` has none outside of `head={self.head}`.",
+                hint="Use `FedViT`.",
             )
         number, owners, kept = part.experience + 1, section(memory, "owner"), section(memory, "kept")
         for name in weights:

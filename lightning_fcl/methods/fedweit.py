@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import argument, at_least
+from lightning_fcl.errors import InvalidValueError, argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of, ranks_of
@@ -90,7 +90,11 @@ class FedWEIT(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.sparsity < 1:
-            raise ValueError(f"Expected `sparsity` to be at least 0 and below 1 but got {self.sparsity}.")
+            raise InvalidValueError(
+                f"Expected `sparsity` to be at least 0 and below 1 but got {self.sparsity}.",
+                argument="sparsity",
+                value=self.sparsity,
+            )
         self.mask_l1 = self.l1 if self.mask_l1 is None else self.mask_l1
         self.knowledge: dict[str, Memory] = {}  # the server's: each client's latest adaptive, packed
         self._arriving: dict[str, Memory] = {}  # in this round
@@ -209,29 +213,35 @@ class FedWEIT(Method):
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         others = [type(m).__name__ for m in methods_of(trainer) if not isinstance(m, FedWEIT | Replay)]
         if others:
-            raise ValueError(
-                f"Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
-                f"got {', '.join(others)}. Remove it."
+            raise InvalidValueError(
+                "Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
+                f"got {', '.join(others)}.",
+                hint="Remove it.",
             )
         federation, model = federation_of(trainer), decomposed_of(pl_module)
         assert federation is not None  # as it needs one
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
-            raise ValueError("Expected a `Classifier` with `task_incremental=True` for `FedWEIT`. Set it.")
+            raise InvalidValueError(
+                "Expected a `Classifier` with `task_incremental=True` for `FedWEIT`.", hint="Set it."
+            )
         stream = stream_of(trainer)
         tasks = stream.plan.task_classes if stream is not None else {}
         most = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
         if most > len(model.tasks):
-            raise ValueError(f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.")
+            raise InvalidValueError(
+                f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}."
+            )
         reductions = reductions_of(pl_module, federation.strategy.rules)
         wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         wanted |= {f"model.net.{name}": base for name in model.names}
         for name, allowed in wanted.items():
             if reductions[name].name not in allowed:
-                raise ValueError(
+                raise InvalidValueError(
                     f'Expected the reduction of {name} to be "{allowed[0]}" for `FedWEIT` but got '
-                    f'"{reductions[name]}". Give the strategy `reductions={{"model.tasks.*": "none", '
-                    '"model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}`.'
+                    f'"{reductions[name]}".',
+                    hint='Give the strategy `reductions={"model.tasks.*": "none", "model.net.head.*": "none", '
+                    '"model.net.body.*weight": "sparse_mean"}`.',
                 )
 
     def leave(self, module: L.LightningModule) -> None:
@@ -249,9 +259,9 @@ def decomposed_of(module: L.LightningModule) -> Decomposed:
     """The decomposed network that a module trains."""
     model = module.model if isinstance(module, Classifier) else None
     if not isinstance(model, Decomposed):
-        raise ValueError(
-            f"Expected a `Classifier` of a `Decomposed` network for `FedWEIT` but got one of "
-            f"`{type(model).__name__}`. Wrap it: `Decomposed(net, tasks=10)`."
+        raise InvalidValueError(
+            f"Expected a `Classifier` of a `Decomposed` network for `FedWEIT` but got one of `{type(model).__name__}`.",
+            hint="Wrap it: `Decomposed(net, tasks=10)`.",
         )
     return model
 

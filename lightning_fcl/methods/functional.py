@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, StatesLoss
 from lightning_fcl.methods.projection import flatten, unflatten
@@ -164,9 +165,9 @@ class Embedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Features, shape (batch, features)."""
         if not isinstance(self.module, EmbedsInputs):
-            raise ValueError(
-                f"Expected a module with `embed(x)`, its features, but got a `{type(self.module).__name__}`. Use a "
-                "`Classifier`, or define it beside `speaks_lightning_fcl = True`."
+            raise InvalidValueError(
+                f"Expected a module with `embed(x)`, its features, but got a `{type(self.module).__name__}`.",
+                hint="Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`.",
             )
         return self.module.embed(x)
 
@@ -184,10 +185,10 @@ def head_of(module: nn.Module) -> nn.Linear | None:
 def states_loss(module: nn.Module, for_what: str = "") -> StatesLoss:
     """The module itself, which states the loss of samples apart."""
     if not isinstance(module, StatesLoss):
-        raise ValueError(
-            f"Expected a module that states its loss apart{for_what}, as `Classifier` does in `sample_loss(output, y)`,"
-            f" but got a `{type(module).__name__}`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = "
-            "True`."
+        raise InvalidValueError(
+            f"Expected a module that states its loss apart{for_what}, as `Classifier` does in `sample_loss(output, "
+            f"y)`, but got a `{type(module).__name__}`.",
+            hint="Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`.",
         )
     return module
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import above, argument, at_least, one_of
+from lightning_fcl.errors import InvalidValueError, above, argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.client import Client, Server, remember, section
@@ -74,9 +74,10 @@ class Fed3R(Method):
         if stream is None or trainer.ckpt_path is not None:
             return
         if stream.plan.history != "round":
-            raise ValueError(
+            raise InvalidValueError(
                 f'Expected a stream with `history="round"` for `Fed3R` but got "{stream.plan.history}": samples that '
-                "come again would count twice. Leave `history` out."
+                "come again would count twice.",
+                hint="Leave `history` out.",
             )
         if len(stream.plan.base):
             self._base = self._sums(pl_module, entries(pl_module), stream.take(stream.plan.base))
@@ -118,9 +119,10 @@ def last_layer(module: L.LightningModule) -> tuple[str, str]:
     if (layer := head_of(module)) is not None:
         names = {id(value): name for name, value in entries(module).items()}
         return names[id(layer.weight)], names[id(layer.bias)]
-    raise ValueError(
-        f"Expected a module whose last layer is an `nn.Linear` with a bias, from its `features` to its `num_classes`, "
-        f"but this `{type(module).__name__}` has none. Use a `Classifier` with such a network."
+    raise InvalidValueError(
+        "Expected a module whose last layer is an `nn.Linear` with a bias, from its `features` to its `num_classes`, "
+        f"but this `{type(module).__name__}` has none.",
+        hint="Use a `Classifier` with such a network.",
     )
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.averaging import reductions_in_use
 from lightning_fcl.methods.functional import as_input, entries_in, evaluating, trainable
@@ -33,9 +34,10 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
     own = {name: {f"{name}.{key}" for key, _ in module.get_submodule(name).named_parameters()} for name in places}
     chosen = [name for name in places if own[name] <= learning]
     if not chosen:
-        raise ValueError(
-            f"Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
-            f"`{type(module).__name__}` has none. Use one that has, or another method."
+        raise InvalidValueError(
+            "Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
+            f"`{type(module).__name__}` has none.",
+            hint="Use one that has, or another method.",
         )
     return chosen
 

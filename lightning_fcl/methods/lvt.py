@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import above, argument, at_least, share
+from lightning_fcl.errors import InvalidValueError, above, argument, at_least, share
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import MasksLogits
@@ -77,9 +77,10 @@ class LVTMethod(Method):
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.gamma and not any(matches(name, self.keys) for name in trainable(pl_module)):
-            raise ValueError(
-                f"Expected `keys` to match trainable parameters but `{self.keys}` matches none. Train "
-                "`lightning_fcl.models.LVT`, or set `gamma=0`."
+            raise InvalidValueError(
+                f"Expected `keys` to match trainable parameters but `{self.keys}` matches none.",
+                hint="Train `lightning_fcl.models.LVT`, or set `gamma=0`.",
+                argument="keys",
             )
 
     def on_download(self, client: Client) -> Memory:

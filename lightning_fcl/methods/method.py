@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.plain_tensors import plain_samples
+from lightning_fcl.errors import MissingValueError
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
@@ -84,9 +85,10 @@ def sample_size(federation: RunsFederation, name: str) -> tuple[int, ...]:
     """The shape of a sample of a federation's stream, for a method that makes some."""
     stream = federation.stream
     if (rows := first_rows(stream)) is None:
-        raise ValueError(
+        raise MissingValueError(
             f"Expected samples beside the server for `{name}`, which tell it their shape, but there are none, as in a "
-            "deployment. Simulate it, or leave it out."
+            "deployment.",
+            hint="Simulate it, or leave it out.",
         )
     with isolate_rng():  # a data set's own code may draw
         return tuple(stream.take(rows[:1])[0].shape[1:])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import argument, at_least, between
+from lightning_fcl.errors import InvalidValueError, argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.optimizers import (
@@ -71,9 +71,10 @@ class APFL(Method):
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.accumulate_grad_batches != 1:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `accumulate_grad_batches=1` for `{type(self).__name__}`, whose personal model steps with "
-                f"each batch, but got {trainer.accumulate_grad_batches}. Raise the stream's `batch_size` instead."
+                f"each batch, but got {trainer.accumulate_grad_batches}.",
+                hint="Raise the stream's `batch_size` instead.",
             )
         self._trainable = [*trainable(pl_module)]
 

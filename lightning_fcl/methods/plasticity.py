@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import at_least, check_arguments
+from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, Server
@@ -63,9 +63,11 @@ class IntrinsicPlasticity(Method):
         super().__init__()
         for name, value in (("sigma", sigma), ("eta", eta), ("min_gain", min_gain)):
             if not 0 < value < float("inf"):
-                raise ValueError(f"Expected `{name}` to be above 0 and finite but got {value}.")
+                raise InvalidValueError(
+                    f"Expected `{name}` to be above 0 and finite but got {value}.", argument=name, value=value
+                )
         if not abs(mu) < float("inf"):
-            raise ValueError(f"Expected `mu` to be finite but got {mu}.")
+            raise InvalidValueError(f"Expected `mu` to be finite but got {mu}.", argument="mu", value=mu)
         at_least(1, local_epochs=local_epochs)
         self.sigma = sigma
         self.mu = mu
@@ -81,22 +83,24 @@ class IntrinsicPlasticity(Method):
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(pl_module, ReservoirTask):
-            raise ValueError(
-                f"Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
+            raise InvalidValueError(
+                "Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
                 f"`{type(pl_module).__name__}`, which has no reservoir."
             )
         pl_module.plasticity, stream = self, stream_of(trainer)
         if stream is not None and len(set(stream.plan.experiences.values())) > 1:
-            raise ValueError(
-                "Expected clients that pass from experience to experience in the same rounds for `IntrinsicPlasticity` "
-                f'but those of the scenario "{stream.scenario}" do not. Use another `scenario`.'
+            raise InvalidValueError(
+                "Expected clients that pass from experience to experience in the same rounds for "
+                f'`IntrinsicPlasticity` but those of the scenario "{stream.scenario}" do not.',
+                hint="Use another `scenario`.",
             )
         numbers = next(iter(stream.plan.experiences.values())) if stream is not None else ()
         adapts = len(set(numbers)) < len(numbers) if numbers else trainer.max_epochs != 1
         if not adapts:
-            raise ValueError(
-                "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, the "
-                "readout's: nothing would adapt. Raise `rounds_per_experience` and `max_epochs`."
+            raise InvalidValueError(
+                "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, "
+                "the readout's: nothing would adapt.",
+                hint="Raise `rounds_per_experience` and `max_epochs`.",
             )
 
     def leave(self, module: L.LightningModule) -> None:
@@ -139,9 +143,9 @@ class IntrinsicPlasticity(Method):
             dg, db = (F.normalize(d.view(len(d), layers, -1), dim=2).flatten(1) for d in (dg, db))
         gain, bias = gain + self.eta * dg, bias + self.eta * db
         if not (torch.isfinite(gain).all() and torch.isfinite(bias).all()):
-            raise ValueError(
-                f"Expected gain and bias to stay finite but they diverged with eta={self.eta}, sigma={self.sigma}. "
-                "Lower `eta`, raise `sigma`, or set `normalize_grad=True`."
+            raise InvalidValueError(
+                f"Expected gain and bias to stay finite but they diverged with eta={self.eta}, sigma={self.sigma}.",
+                hint="Lower `eta`, raise `sigma`, or set `normalize_grad=True`.",
             )
         low = gain < self.min_gain
         if low.any():

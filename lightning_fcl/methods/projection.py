@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
 
 Kind = Literal["wasserstein", "cosine"]
@@ -148,9 +149,9 @@ def _sorted(tensor: Tensor) -> Tensor:
 def _refuse(gradient: bool, others: list[bool]) -> None:
     where = [] if gradient else ["the gradient"]
     where += [f"row {row} of the others" for row, finite in enumerate(others) if not finite]
-    raise ValueError(
-        f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(where)}. Lower the "
-        "learning rate, or clip what diverges."
+    raise InvalidValueError(
+        f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(where)}.",
+        hint="Lower the learning rate, or clip what diverges.",
     )
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import at_least, check_arguments, one_of
+from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.exact import ExactSums
@@ -78,9 +78,10 @@ def class_sums(module: L.LightningModule, features: Tensor, y: Tensor) -> Tensor
 def no_sums(module: L.LightningModule) -> Tensor:
     """The sums of no samples, shape (classes, 1 + features)."""
     if not (isinstance(module, HasClasses) and isinstance(module, EmbedsInputs)):
-        raise ValueError(
-            f"Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
-            f"`{type(module).__name__}`. Use a `Classifier`, or define them beside `speaks_lightning_fcl = True`."
+        raise InvalidValueError(
+            "Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
+            f"`{type(module).__name__}`.",
+            hint="Use a `Classifier`, or define them beside `speaks_lightning_fcl = True`.",
         )
     return next(module.parameters()).new_zeros(module.num_classes, 1 + module.features)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch, joined
-from lightning_fcl.errors import above, argument, at_least
+from lightning_fcl.errors import InvalidValueError, above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
@@ -139,9 +139,12 @@ class ReFed(Method):
             client.module, client.server, before, x, y, self.iterations, self.learning_rate, self.strength
         )
         if not torch.isfinite(importance).all():
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `learning_rate` to keep the personal model of client {client.part.client} finite but got "
-                f"{self.learning_rate}. Lower it."
+                f"{self.learning_rate}.",
+                hint="Lower it.",
+                argument="learning_rate",
+                value=self.learning_rate,
             )
         kept = importance.argsort(descending=True, stable=True)[: self.max_size].sort().values.to(y.device)
         return {"x": x[kept], "y": y[kept], **remember(v, "v")}

@@ -16,7 +16,7 @@ from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch, joined
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.plain_tensors import plain_samples
-from lightning_fcl.errors import argument, one_of
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, argument, one_of
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
@@ -99,20 +99,28 @@ class Replay(Method):
         super().__post_init__()
         if self.buffer is not None:
             if type(self.buffer).__name__ not in KINDS:
-                raise TypeError(
+                raise InvalidTypeError(
                     f"Expected `buffer` to be one of Avalanche's {', '.join(KINDS)} but got "
-                    f"`{type(self.buffer).__name__}`, which wants Avalanche's own training loop. Use one of these."
+                    f"`{type(self.buffer).__name__}`, which wants Avalanche's own training loop.",
+                    hint="Use one of these.",
+                    argument="buffer",
                 )
             if self.repeat:
-                raise ValueError("Expected no `repeat` beside `buffer` but got both. Use `policy` and `max_size`.")
+                raise InvalidValueError(
+                    "Expected no `repeat` beside `buffer` but got both.", hint="Use `policy` and `max_size`."
+                )
             self.max_size = self.buffer.max_size
         if self.transform is not None and not callable(self.transform):
-            raise TypeError(
-                f"Expected `transform` to be callable, but got {self.transform!r}. Use a transform of "
-                "`torchvision.transforms.v2`, or a function of one sample."
+            raise InvalidTypeError(
+                f"Expected `transform` to be callable, but got {self.transform!r}.",
+                hint="Use a transform of `torchvision.transforms.v2`, or a function of one sample.",
+                argument="transform",
+                value=self.transform,
             )
         if self.repeat and self.policy != "reservoir":
-            raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".')
+            raise InvalidValueError(
+                f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".'
+            )
 
     def hparams(self) -> dict[str, Any]:
         policy = {"policy": type(self.buffer).__name__} if self.buffer is not None else {}
@@ -126,9 +134,10 @@ class Replay(Method):
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
         federation = federation_of(trainer)
         if federation is None or not len(stream.plan.base):
-            raise ValueError(
-                'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` but '
-                f"got {stream}. Leave `base` out."
+            raise InvalidValueError(
+                'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` '
+                f"but got {stream}.",
+                hint="Leave `base` out.",
             )
         data = plain_samples(stream.take(stream.plan.base))
         for name in stream.plan.clients:
@@ -173,9 +182,10 @@ class Replay(Method):
         if isinstance(self.max_size, int):
             return self.max_size
         if not part.stream_samples:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `max_size` to be a number of samples but got the share {self.max_size}: only a "
-                "`FederatedStream` tells how many samples there will be."
+                "`FederatedStream` tells how many samples there will be.",
+                argument="max_size",
             )
         return max(1, round(self.max_size * part.stream_samples))
 

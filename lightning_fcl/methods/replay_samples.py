@@ -18,6 +18,7 @@ from lightning_fcl.data.batches import joined, number_of, some_of, window
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.plain_tensors import plain_samples, plain_tensor
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.methods.client import Client, Step, is_labelled
 from lightning_fcl.methods.declaration import Declaration, ReplaySamples, ReplayTransform, overrides
 from lightning_fcl.randomness import Keys, global_seed, keys_of, numbers, seed_of, start_randomness
@@ -89,9 +90,10 @@ def join_batch(method: Declaration, client: Client, batch_idx: int) -> None:
     """
     batch, trainer = client.batch, client.module.trainer
     if not (isinstance(batch, list) and is_labelled(batch)):
-        raise TypeError(
+        raise InvalidTypeError(
             f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(method).__name__}` but "
-            f"got {type(batch).__name__}. Return a pair from your dataset."
+            f"got {type(batch).__name__}.",
+            hint="Return a pair from your dataset.",
         )
     batch[:] = plain_samples(batch)
     samples = method.replay_samples(client)
@@ -200,9 +202,11 @@ def check_transform(transform: ReplayTransform, sample: Any) -> None:
     except Exception as error:
         is_dict = isinstance(sample, Mapping)
         kind = f"a dict of {', '.join(sample)}" if is_dict else f"a tensor of shape {tuple(sample[0].shape[1:])}"
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `transform` to accept a replay sample, which is {kind}, but it raised {type(error).__name__}: "
-            f"{error}. Use a transform of samples as the dataset returns them."
+            f"{error}.",
+            hint="Use a transform of samples as the dataset returns them.",
+            argument="transform",
         ) from error
 
 

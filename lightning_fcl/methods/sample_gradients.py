@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_fcl.errors import InvalidTypeError
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.client import zeros
 from lightning_fcl.methods.functional import as_input, evaluating
@@ -133,9 +134,9 @@ def gradients_of_samples(
     def of_output(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         output = functional_call(module, {**params, **rest}, (x,))
         if not isinstance(output, Tensor):
-            raise TypeError(
-                f"Expected `{type(module).__name__}.forward` to return a tensor but got {type(output).__name__}. "
-                "Return the logits alone."
+            raise InvalidTypeError(
+                f"Expected `{type(module).__name__}.forward` to return a tensor but got {type(output).__name__}.",
+                hint="Return the logits alone.",
             )
         return objective(output, y)
 

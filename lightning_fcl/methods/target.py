@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import above, argument, at_least
+from lightning_fcl.errors import InvalidValueError, above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import need_federation
@@ -85,9 +85,10 @@ class TARGET(Method):
             federation = need_federation(trainer, "TARGET", self.needs.federation)
             self._size, self._classes = sample_size(federation, "TARGET"), federation.stream.num_classes
             if len(self._size) != 3:
-                raise ValueError(
-                    f"Expected images, shape (channels, height, width), for `TARGET` but got samples of shape "
-                    f"{self._size}. Use another method."
+                raise InvalidValueError(
+                    "Expected images, shape (channels, height, width), for `TARGET` but got samples of shape "
+                    f"{self._size}.",
+                    hint="Use another method.",
                 )
             statistics_layers(pl_module)
 

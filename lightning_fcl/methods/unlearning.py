@@ -10,7 +10,7 @@ import torch
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import check_arguments, check_clients
+from lightning_fcl.errors import InvalidValueError, check_arguments, check_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
@@ -55,7 +55,7 @@ class Unlearning(Method):
         if isinstance(pl_module, RidgeTask):
             reason = pl_module.why_not_unlearned
         if reason is not None:
-            raise ValueError(
+            raise InvalidValueError(
                 "Expected a task of ridge regression that shares its statistics for `Unlearning` but got a "
                 f"`{type(pl_module).__name__}` that {reason}."
             )
@@ -68,15 +68,18 @@ class Unlearning(Method):
         rounds = trainer.max_epochs or 0
         for client, round in self.requests.items():
             if not 0 <= round < rounds:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected `requests` after one of the fit's {rounds} rounds, 0 to {rounds - 1}, but client "
-                    f"{client} asks after round {round}, which never comes. Name an earlier round, or raise "
-                    "`max_epochs`."
+                    f"{client} asks after round {round}, which never comes.",
+                    hint="Name an earlier round, or raise `max_epochs`.",
+                    argument="requests",
                 )
             if not any(client in current for current in plan.train[: round + 1]):
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected `requests` of clients that have taken part but client {client}, which asks after round "
-                    f"{round}, has no data before. Let it ask later, or leave it out."
+                    f"{round}, has no data before.",
+                    hint="Let it ask later, or leave it out.",
+                    argument="requests",
                 )
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:

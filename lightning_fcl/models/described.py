@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_fcl.annotations import accepts, to_plain
-from lightning_fcl.errors import check_arguments, did_you_mean
+from lightning_fcl.errors import InvalidValueError, UnknownNameError, check_arguments, did_you_mean
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made", bound="Described")
@@ -90,10 +90,11 @@ def rebuild(description: object, name: str) -> Any:
     make, arguments = _class_named(description["class_path"]), description.get("init_args")
     if make is None or not isinstance(arguments, Mapping):
         top = name.partition(".")[0]
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `{top}` to be handed in but it was not: what describes it names {description['class_path']}, "
-            f"and only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` are made again from a description. "
-            f"Hand in {top}=... ."
+            f"and only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` are made again from a description.",
+            hint=f"Hand in {top}=... .",
+            argument=top,
         )
     arguments = {key: rebuild(value, f"{name}.{key}") for key, value in arguments.items()}
     if make.__module__.startswith(_OPTIMIZERS):
@@ -109,7 +110,9 @@ def cast_arguments(make: Callable[..., object], arguments: Mapping[str, object],
         signature.bind(**arguments)
     except TypeError as error:
         hint = "".join(did_you_mean(key, signature.parameters) for key in arguments if key not in signature.parameters)
-        raise ValueError(f"Expected arguments of {_named(make)} for `{name}` but got others: {error}.{hint}") from None
+        raise UnknownNameError(
+            f"Expected arguments of {_named(make)} for `{name}` but got others: {error}.", hint=hint
+        ) from None
     hints = get_type_hints(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
     cast: dict[str, object] = {}
     for key, value in arguments.items():
@@ -118,7 +121,7 @@ def cast_arguments(make: Callable[..., object], arguments: Mapping[str, object],
             cast[key] = _cast(value, hint)
         except TypeError:
             kind = hint.__name__ if isinstance(hint, type) and not get_origin(hint) else hint
-            raise ValueError(f"Expected `{name}.{key}` to be of type {kind} but got {value!r}.") from None
+            raise InvalidValueError(f"Expected `{name}.{key}` to be of type {kind} but got {value!r}.") from None
     return cast
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.errors import above, at_least, share, warn_of_one
+from lightning_fcl.errors import InvalidValueError, above, at_least, share, warn_of_one
 from lightning_fcl.models.described import Described
 
 # Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
@@ -88,9 +88,10 @@ class EchoStateNetwork(Described):
             self.register_buffer(f"input_weight_{layer}", drive)
             current = float(torch.linalg.eigvals(recurrent.double()).abs().max())
             if current < 1e-9:
-                raise ValueError(
+                raise InvalidValueError(
                     "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones "
-                    "have none. Raise `recurrent_connectivity` or `units`, or take another `seed`."
+                    "have none.",
+                    hint="Raise `recurrent_connectivity` or `units`, or take another `seed`.",
                 )
             rescaled = (recurrent.double() * (spectral_radius / current)).to(recurrent.dtype)
             self.register_buffer(f"recurrent_weight_{layer}", rescaled)
@@ -194,22 +195,24 @@ class EchoStateNetwork(Described):
     def checked(self, x: Tensor) -> Tensor:
         """The input in the reservoir's precision, if it is one."""
         if x.dim() != 3 or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"Expected inputs of shape (batch, time, {self.in_features}) but got {tuple(x.shape)}. Set the "
-                "reservoir's `in_features` to the data's number of features, and put time before features."
+            raise InvalidValueError(
+                f"Expected inputs of shape (batch, time, {self.in_features}) but got {tuple(x.shape)}.",
+                hint="Set the reservoir's `in_features` to the data's number of features, and put time before "
+                "features.",
             )
         if x.shape[1] <= self.washout:
-            raise ValueError(
-                f"Expected sequences longer than the washout of {self.washout} steps but got {x.shape[1]} steps. Lower "
-                "`washout` or cut longer sequences."
+            raise InvalidValueError(
+                f"Expected sequences longer than the washout of {self.washout} steps but got {x.shape[1]} steps.",
+                hint="Lower `washout` or cut longer sequences.",
             )
         x = x.to(self.gain.dtype)
         if not torch.compiler.is_exporting() and not torch.isfinite(x.sum()):  # a file has no place for an error
             bad = (~torch.isfinite(x)).flatten(1).any(dim=1).nonzero().flatten()
             if len(bad):  # a sum of finite numbers may overflow
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected finite sequences but {len(bad)} of {len(x)} hold NaN or infinite values, the first of "
-                    f"them number {int(bad[0])} of the batch. Mend or drop these sequences."
+                    f"them number {int(bad[0])} of the batch.",
+                    hint="Mend or drop these sequences.",
                 )
         return x
 
@@ -233,9 +236,11 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
     """Which columns each row sees: the same number in every row, drawn at random."""
     count = max(1, round(connectivity * columns)) if isinstance(connectivity, float) else connectivity
     if connectivity <= 0 or not 1 <= count <= columns or (isinstance(connectivity, float) and connectivity > 1):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `{name}` to be a share above 0 and up to 1.0, or a number between 1 and {columns}, but got "
-            f"{connectivity}."
+            f"{connectivity}.",
+            argument=name,
+            value=connectivity,
         )
     if count == columns:
         return torch.ones(rows, columns)

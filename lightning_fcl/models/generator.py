@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import InvalidValueError, at_least
 from lightning_fcl.models.described import Described
 
 
@@ -67,9 +67,10 @@ def statistics_layers(network: nn.Module) -> list[_BatchNorm]:
     """
     layers = [layer for layer in network.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
     if not layers:
-        raise ValueError(
+        raise InvalidValueError(
             "Expected a network with layers of batch normalisation that keep statistics but "
-            f"`{type(network).__name__}` has none. Use one that has, or another method."
+            f"`{type(network).__name__}` has none.",
+            hint="Use one that has, or another method.",
         )
     return layers
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models._parts import (
     Block,
     as_map,
@@ -69,7 +70,7 @@ class T2TBody(Described):
         super().__init__()
         check_blocks(width, heads, depth, mlp_ratio)
         if width % 2:
-            raise ValueError(f"Expected `width` to be even but got {width}.")
+            raise InvalidValueError(f"Expected `width` to be even but got {width}.", argument="width", value=width)
         side, wide = image_size, channels
         transformers = []
         for number, (kernel, stride) in enumerate(splits, start=1):
@@ -206,9 +207,12 @@ class CvTBody(Described):
             stages.append(_Stage(channels, width, depth, of_heads, kernel, stride, mlp_ratio, last))
             channels = width
         if side < 3:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `image_size` to leave at least 3 x 3 positions in the last stage but got {side} x {side}, "
-                f"from `image_size`={image_size}. Take larger images, or smaller `strides`."
+                f"from `image_size`={image_size}.",
+                hint="Take larger images, or smaller `strides`.",
+                argument="image_size",
+                value=side,
             )
         self.features = channels
         self.stages = nn.Sequential(*stages)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from lightning_fcl.errors import require
+from lightning_fcl.errors import InvalidValueError, MissingValueError, require
 from lightning_fcl.models.described import Described
 
 Precision = Literal["int8", "float"]
@@ -157,9 +157,11 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
     if calibration is not None:
         takes = tuple(getattr(model, "input_shape", (first.in_channels, *calibration.shape[2:])))
         if tuple(calibration.shape[1:]) != takes or not len(calibration) or not calibration.isfinite().all():
-            raise ValueError(
-                f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, takes))}) and finite numbers "
-                f"but got {tuple(calibration.shape)}. Pass a batch of the images that the model is trained on."
+            raise InvalidValueError(
+                f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, takes))}) and finite "
+                f"numbers but got {tuple(calibration.shape)}.",
+                hint="Pass a batch of the images that the model is trained on.",
+                argument="calibration",
             )
         _fill(quantized, list(convolutions.values()), calibrated_graph(backbone, calibration, batch_size))
     model.backbone = quantized
@@ -172,13 +174,18 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
         if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
             found[name] = layer
         elif not (isinstance(layer, nn.Sequential | nn.Identity) or (isinstance(layer, nn.ReLU) and found)):
-            raise ValueError(
+            raise InvalidValueError(
                 "Expected `model.backbone` to be an nn.Sequential of Conv2d (padded with zeros), BatchNorm2d after "
-                f"them, and ReLU, but got {type(layer).__name__} at `{name}`. Keep such layers in the part that stays "
-                "in floating point."
+                f"them, and ReLU, but got {type(layer).__name__} at `{name}`.",
+                hint="Keep such layers in the part that stays in floating point.",
+                argument="model.backbone",
             )
     if not found:
-        raise ValueError("Expected `model.backbone` to hold convolutions but got none. Move its convolutions there.")
+        raise MissingValueError(
+            "Expected `model.backbone` to hold convolutions but got none.",
+            hint="Move its convolutions there.",
+            argument="model.backbone",
+        )
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.errors import at_least, between
+from lightning_fcl.errors import InvalidValueError, at_least, between
 from lightning_fcl.models.described import Described
 
 _ROUNDING = 100  # how much larger than those of one operation the rounding errors of a sum of products may be
@@ -78,7 +78,9 @@ class RidgeReadout(DoublePrecision):
     ) -> None:
         super().__init__()
         if not 0 <= beta < float("inf"):
-            raise ValueError(f"Expected `beta` to be at least 0 and finite but got {beta}.")
+            raise InvalidValueError(
+                f"Expected `beta` to be at least 0 and finite but got {beta}.", argument="beta", value=beta
+            )
         self.in_features = in_features
         self.out_features = out_features
         self.beta = beta
@@ -124,12 +126,13 @@ class RidgeReadout(DoublePrecision):
         """Take samples away that were added before, by a readout that has learnt from them alone: unlearning."""
         self._check(other)
         if self.rank is not None:
-            raise ValueError(
-                f"Expected a readout with all of B to take samples away from but got one of rank {self.rank}: what was "
-                "cut off of all samples together tells nothing of some. Leave out `rank`."
+            raise InvalidValueError(
+                f"Expected a readout with all of B to take samples away from but got one of rank {self.rank}: what "
+                "was cut off of all samples together tells nothing of some.",
+                hint="Leave out `rank`.",
             )
         if other.n > self.n:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected a readout of at most {self.n} samples to take away but got {other.n}, never added."
             )
         self.A -= other.A
@@ -138,12 +141,13 @@ class RidgeReadout(DoublePrecision):
 
     def _check(self, other: RidgeReadout) -> None:
         if self.tag != other.tag:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected a readout of the reservoir {int(self.tag):x} but got one of {int(other.tag):x}: other "
-                "weights, gain or bias. Compute it again with this reservoir."
+                "weights, gain or bias.",
+                hint="Compute it again with this reservoir.",
             )
         if self.A.shape != other.A.shape or self.B.shape != other.B.shape:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected A and B of shapes {tuple(self.A.shape)} and {tuple(self.B.shape)} but got "
                 f"{tuple(other.A.shape)} and {tuple(other.B.shape)}."
             )
@@ -323,7 +327,9 @@ def _from_spectrum(a: Tensor, values: Tensor, vectors: Tensor, betas: Sequence[f
 
 def _check_finite(a: Tensor, b: Tensor) -> None:
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise ValueError("Expected finite statistics but they hold NaN or infinite values. Leave out whose they are.")
+        raise InvalidValueError(
+            "Expected finite statistics but they hold NaN or infinite values.", hint="Leave out whose they are."
+        )
 
 
 def _cut_off(values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from lightning_fcl.errors import at_least, one_of
+from lightning_fcl.errors import InvalidValueError, at_least, one_of
 from lightning_fcl.models._parts import check_images
 from lightning_fcl.models.described import Described
 
@@ -36,7 +36,10 @@ class MLP(Described, nn.Sequential):
 
     def __init__(self, sizes: Sequence[int]) -> None:
         if len(sizes) < 2:
-            raise ValueError(f"Expected `sizes` to hold at least an input and an output size but got {list(sizes)}.")
+            raise InvalidValueError(
+                f"Expected `sizes` to hold at least an input and an output size but got {list(sizes)}.",
+                argument="sizes",
+            )
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -98,7 +101,11 @@ class HARCNN(Described):
         super().__init__()
         at_least(1, in_channels=in_channels, length=length, num_classes=num_classes)
         if not 0 <= dropout < 1:
-            raise ValueError(f"Expected `dropout` to be from 0 to below 1 but got {dropout}. 0 switches it off.")
+            raise InvalidValueError(
+                f"Expected `dropout` to be from 0 to below 1 but got {dropout}. 0 switches it off.",
+                argument="dropout",
+                value=dropout,
+            )
         one_of(("torch", "keras"), init=init)
         self.notation = notation
         self.in_channels = in_channels
@@ -119,9 +126,10 @@ class HARCNN(Described):
 
     def embed(self, x: Tensor) -> Tensor:
         if x.ndim not in (2, 3) or tuple(x.shape[-2:]) != (self.in_channels, self.length):
-            raise ValueError(
-                f"Expected `x` to have shape (batch, {self.in_channels}, {self.length}) but got {tuple(x.shape)}. "
-                "Transpose the windows, or build the model with their `in_channels` and `length`."
+            raise InvalidValueError(
+                f"Expected `x` to have shape (batch, {self.in_channels}, {self.length}) but got {tuple(x.shape)}.",
+                hint="Transpose the windows, or build the model with their `in_channels` and `length`.",
+                argument="x",
             )
         features: Tensor = self.body(x)
         return features
@@ -135,9 +143,11 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
         where = f"{token!r} at position {position}"
         match = _TOKEN.fullmatch(token)
         if match is None:
-            raise ValueError(
-                f"Expected `notation` to hold tokens such as 196-16C, 4M or 1024D but got {where} of {notation!r}. "
-                "Join the tokens with one `_` each, and use capitals and sizes of at least 1."
+            raise InvalidValueError(
+                f"Expected `notation` to hold tokens such as 196-16C, 4M or 1024D but got {where} of {notation!r}.",
+                hint="Join the tokens with one `_` each, and use capitals and sizes of at least 1.",
+                argument="notation",
+                value=where,
             )
         if match["units"]:
             if not features:
@@ -146,15 +156,21 @@ def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tup
             layers += [nn.Linear(inputs, features), nn.ReLU(), nn.Dropout(dropout)]
             continue
         if features:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `notation` to have no convolution or pooling after a dense layer but got {where} of "
-                f"{notation!r}. Move the dense layers to the end."
+                f"{notation!r}.",
+                hint="Move the dense layers to the end.",
+                argument="notation",
+                value=where,
             )
         width = int(match["pool"] or match["width"])
         if width > steps:
-            raise ValueError(
-                f"Expected `length` to leave at least {width} steps for {where} of {notation!r} but got "
-                f"{steps} there, from `length`={length}. Use longer windows, or narrower filters and pools."
+            raise InvalidValueError(
+                f"Expected `length` to leave at least {width} steps for {where} of {notation!r} but got {steps} "
+                f"there, from `length`={length}.",
+                hint="Use longer windows, or narrower filters and pools.",
+                argument="length",
+                value=steps,
             )
         if match["pool"]:
             layers.append(nn.MaxPool1d(width))
@@ -197,7 +213,11 @@ class DSICNet(Described):
         super().__init__()
         at_least(1, num_classes=num_classes)
         if min(image_size) < 16:
-            raise ValueError(f"Expected `image_size` of at least 16 x 16 pixels but got {image_size}.")
+            raise InvalidValueError(
+                f"Expected `image_size` of at least 16 x 16 pixels but got {image_size}.",
+                argument="image_size",
+                value=image_size,
+            )
         self.input_shape = (channels, *image_size)
         layers: list[tuple[str, nn.Module]] = [("stem", _convolution(channels, 16, 3, 2))]
         width = 16

@@ -31,6 +31,7 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, put_off
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.files import occupied
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_results
@@ -127,13 +128,19 @@ class FederatedCLI(LightningCLI):
         config = self.config[self.config["subcommand"]] if self.config.get("subcommand") else self.config
         for name in ("data", "recipe", "trainer"):
             if not isinstance(config[name], Namespace):
-                raise ValueError(f"Expected `{name}` to hold arguments by name but got {config[name]!r}.")
+                raise InvalidValueError(
+                    f"Expected `{name}` to hold arguments by name but got {config[name]!r}.",
+                    argument=name,
+                    value=config[name],
+                )
         check_class_paths(config)
         if self.config.get("subcommand") and config["ckpt_path"]:
             if config["weights_only"] is False:
-                raise ValueError(
+                raise InvalidValueError(
                     "Expected `weights_only` to be true but got false: a checkpoint is read as tensors and plain "
-                    "values alone. Leave it out."
+                    "values alone.",
+                    hint="Leave it out.",
+                    argument="weights_only",
                 )
             config["ckpt_path"], config["weights_only"] = str(local_checkpoint(config["ckpt_path"])), True
 
@@ -261,10 +268,11 @@ def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, An
 
 def refuse_no_round(trainer: L.Trainer) -> NoReturn:
     """Refuse a fit that has ended before its first round."""
-    raise ValueError(
-        f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` "
-        "ended it before its first. Raise it, or leave it out: the stream's rounds are trained then. "
-        "`lightning-fcl validate` tries a recipe without training."
+    raise InvalidValueError(
+        f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` ended "
+        "it before its first.",
+        hint="Raise it, or leave it out: the stream's rounds are trained then. `lightning-fcl validate` tries a recipe "
+        "without training.",
     )
 
 

@@ -23,6 +23,7 @@ from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import EMPTY
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.hub.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
 from lightning_fcl.methods.client import is_labelled
@@ -72,12 +73,14 @@ class RecipeParts(FederatedCLI):
 def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> RecipeParts:
     """What recipes stand for, later ones over earlier ones."""
     if not recipes:
-        raise ValueError("Expected at least one recipe but got none. Name it, as in quickstart.")
+        raise MissingValueError("Expected at least one recipe but got none.", hint="Name it, as in quickstart.")
     try:
         parts = run([*config_words(recipes), *words, "--seed_everything", "false"], RecipeParts, starts=False)
     except ValueError as error:
         if "a `model` but got none" in str(error):
-            raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
+            raise MissingValueError(
+                f"Expected a `model` in {', '.join(map(str, recipes))} but there is none."
+            ) from error
         raise
     assert isinstance(parts, RecipeParts)
     return parts
@@ -220,9 +223,10 @@ def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Traine
     except RuntimeError as error:
         if isinstance(error, NotImplementedError):
             return ""
-        raise ValueError(
-            f"Expected a network for samples of shape {_shape_of(x)}, but it raised: {error}. Set the size of the "
-            "network, such as `sizes`, `in_features` or `image_size`, to the size of the samples."
+        raise InvalidValueError(
+            f"Expected a network for samples of shape {_shape_of(x)}, but it raised: {error}.",
+            hint="Set the size of the network, such as `sizes`, `in_features` or `image_size`, to the size of the "
+            "samples.",
         ) from error
     except Exception as error:  # The `forward` of a user's module may take other arguments.
         if isinstance(task, Task):

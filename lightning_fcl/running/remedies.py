@@ -22,7 +22,7 @@ from lightning_fcl.data.partition import Partition
 from lightning_fcl.data.scenarios import Scenario
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import summaries
-from lightning_fcl.errors import did_you_mean, other_lightning
+from lightning_fcl.errors import InvalidValueError, did_you_mean, other_lightning
 from lightning_fcl.hub.documents import resolve_maker
 from lightning_fcl.simulation.hooks import RESTORED
 
@@ -74,9 +74,9 @@ def refusals() -> Iterator[None]:
         restored = [note for note in getattr(error, "__notes__", []) if note.endswith(RESTORED)]
         if not restored or isinstance(error, ImportError | ValueError):
             raise
-        raise ValueError(
-            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}. "
-            "Continue from another one, or start without `ckpt_path`."
+        raise InvalidValueError(
+            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}.",
+            hint="Continue from another one, or start without `ckpt_path`.",
         ) from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.errors import did_you_mean, one_of
+from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError, did_you_mean, one_of
 from lightning_fcl.evaluation.files import inside
 from lightning_fcl.hub.documents import read_yaml
 
@@ -112,7 +112,11 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
         one_of(entries, rows=title)
         if title not in at_scale:
             scales = ", ".join(entries[title].scales or ())
-            raise ValueError(f"Expected `scale` to be one of {scales} for row {title} but got {scale}.")
+            raise InvalidValueError(
+                f"Expected `scale` to be one of {scales} for row {title} but got {scale}.",
+                argument="scale",
+                value=scale,
+            )
     result = {}
     for title in rows or at_scale:
         entry = entries[title]
@@ -158,7 +162,9 @@ def expanded(content: Mapping[str, Any]) -> dict[str, RowEntry]:
         made = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
         unknown = [row for row in grid["rows"] if row not in rows] + sorted({*expected} - {*made})
         if unknown:
-            raise ValueError(f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}.")
+            raise InvalidValueError(
+                f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}."
+            )
         for change, more in grid["with"].items():
             for title in grid["rows"]:
                 row = rows[title]
@@ -200,7 +206,7 @@ def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
 def read_recipe_file(path: Path) -> Any:
     """What a recipe's file says, which is refused if it is none."""
     if not path.exists():
-        raise FileNotFoundError(f"Expected a recipe at {path} but there is no such file.")
+        raise MissingFileError(f"Expected a recipe at {path} but there is no such file.")
     return read_yaml(path)
 
 
@@ -213,9 +219,9 @@ def find_recipe(name: str) -> Row:
     known = named_recipes(scale or "paper", plain.partition("/")[0])
     if plain not in known:
         known = named_recipes(scale or "paper")
-        raise ValueError(
-            f"Expected the name of a recipe, or of a YAML file, but got {name}.{did_you_mean(plain, known)} "
-            "`lightning-fcl ls recipes` lists them."
+        raise UnknownNameError(
+            f"Expected the name of a recipe, or of a YAML file, but got {name}.",
+            hint=f"{did_you_mean(plain, known)} `lightning-fcl ls recipes` lists them.",
         )
     return known[plain]
 

@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_fcl.data.attached import need_stream
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import RecordFile
 from lightning_fcl.federation.aggregation import hparams_of
@@ -83,38 +83,42 @@ def check_checkpoint(
         path: Where the checkpoint is.
     """
     if "optimizer_states" not in checkpoint:
-        raise ValueError(
-            f"Expected a whole checkpoint but {path} holds weights only. Save it without `save_weights_only`."
+        raise InvalidValueError(
+            f"Expected a whole checkpoint but {path} holds weights only.", hint="Save it without `save_weights_only`."
         )
     _check_contents(checkpoint, path)
     kept = checkpoint["callbacks"].get(federation)
     if kept is None:
-        raise ValueError(f"Expected a federation's checkpoint but {path} was written by another strategy.")
+        raise InvalidValueError(f"Expected a federation's checkpoint but {path} was written by another strategy.")
     if (found := kept.get("format", 0)) != FORMAT:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected a federation's checkpoint of format {FORMAT} but {path} is of format {found}: another version "
-            "of lightning-fcl wrote it. Continue with that version, or start without `ckpt_path`."
+            "of lightning-fcl wrote it.",
+            hint="Continue with that version, or start without `ckpt_path`.",
         )
     progress, epoch = checkpoint["loops"]["fit_loop"].get("epoch_progress"), checkpoint["epoch"]
     counts = progress.get("current") if isinstance(progress, dict) else None
     counts = [*counts.values()] if isinstance(counts, dict) else []
     if not 0 <= epoch <= rounds or not counts or any(count not in (epoch, epoch + 1) for count in counts):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `epoch` of the checkpoint {path} to be that of its training loop, between 0 and {rounds}, but "
-            f"got {epoch} and {quoted(counts)}. Continue from another one."
+            f"got {epoch} and {quoted(counts)}.",
+            hint="Continue from another one.",
+            argument="epoch",
+            value=epoch,
         )
     if not kept["between_rounds"]:
-        raise ValueError(
-            f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one. Save with "
-            "`every_n_epochs`, not `every_n_train_steps`."
+        raise InvalidValueError(
+            f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one.",
+            hint="Save with `every_n_epochs`, not `every_n_train_steps`.",
         )
     then = {"version of draws": 1, **kept.get("fingerprint", {})}
     other = {name: (then[name], here[name]) for name in then.keys() & here.keys() if then[name] != here[name]}
     if other:
         what = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
-        raise ValueError(
-            f"Expected a checkpoint of this recipe but {path} is of another: {what}. Continue with the recipe that "
-            "wrote it, or start without `ckpt_path`."
+        raise InvalidValueError(
+            f"Expected a checkpoint of this recipe but {path} is of another: {what}.",
+            hint="Continue with the recipe that wrote it, or start without `ckpt_path`.",
         )
 
 
@@ -122,9 +126,10 @@ def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
     """Refuse a checkpoint that Lightning would rewrite, or try to, before it reads it: that of an old version."""
     told = checkpoint.get("pytorch-lightning_version")
     if not isinstance(told, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", told):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `pytorch-lightning_version` of the checkpoint {path} to be 2.0.0 or later but got "
-            f"{told!r:.100}. Write it again with `lightning` 2."
+            f"{told!r:.100}.",
+            hint="Write it again with `lightning` 2.",
         )
 
 
@@ -145,9 +150,9 @@ def check_settings_alike(then: Mapping[str, Any], now: Mapping[str, Any], path: 
             if old[name] != new[name]
         ]
         if other:
-            raise ValueError(
-                f"Expected a checkpoint of this recipe but {path} is of another: {'; '.join(sorted(other))}. Continue "
-                "with the recipe that wrote it, or start without `ckpt_path`."
+            raise InvalidValueError(
+                f"Expected a checkpoint of this recipe but {path} is of another: {'; '.join(sorted(other))}.",
+                hint="Continue with the recipe that wrote it, or start without `ckpt_path`.",
             )
 
 
@@ -155,16 +160,18 @@ def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
     """Refuse a checkpoint that would begin anew in silence, since what it should hold is not there."""
     for name, kind in CONTENTS.items():
         if not isinstance(checkpoint.get(name), kind):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `{name}` of the checkpoint {path} to be of type {kind.__name__} but got "
-                f"{checkpoint.get(name)!r}. Continue from another one."
+                f"{checkpoint.get(name)!r}.",
+                hint="Continue from another one.",
+                argument=name,
             )
     states = {"the training loop": checkpoint["loops"].get("fit_loop"), **checkpoint["callbacks"]}
     for name, state in states.items():
         if not isinstance(state, dict) or not state:
-            raise ValueError(
-                f"Expected the checkpoint {path} to hold the state of {name} but got {state!r}. Continue from another "
-                "one."
+            raise InvalidValueError(
+                f"Expected the checkpoint {path} to hold the state of {name} but got {state!r}.",
+                hint="Continue from another one.",
             )
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
 
 from lightning_fcl.data.plain_tensors import plain_tensor
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.hub.checkpoint import read_checkpoint
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -95,10 +96,10 @@ def _checked(value: Any, path: tuple[object, ...]) -> Any:
         return value
     first, second, *_ = (*path, "", "")
     owner = _OWNERS.get(str(first), "`on_save_checkpoint`").format(second)
-    raise ValueError(
+    raise InvalidValueError(
         f"Expected checkpoints to contain tensors and plain values, but `{_name_of(path)}` is a "
-        f"`{type(value).__name__}`, and no checkpoint with it could be read. In {owner}, convert it to numbers, text, "
-        "tensors, or lists and dicts of these."
+        f"`{type(value).__name__}`, and no checkpoint with it could be read.",
+        hint=f"In {owner}, convert it to numbers, text, tensors, or lists and dicts of these.",
     )
 
 
@@ -153,8 +154,8 @@ def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:
     try:
         read_checkpoint(lambda file: checkpoint_io.load_checkpoint(file, weights_only=True), path)
     except ValueError as error:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected the first checkpoint of the fit to be readable, but reading {path}, written by "
-            f"`{type(checkpoint_io).__name__}`, failed: {error.__cause__ or error}. Use another `checkpoint_io`, or "
-            "train without checkpoints: `enable_checkpointing=False`."
+            f"`{type(checkpoint_io).__name__}`, failed: {error.__cause__ or error}.",
+            hint="Use another `checkpoint_io`, or train without checkpoints: `enable_checkpointing=False`.",
         ) from error

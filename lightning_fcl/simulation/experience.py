@@ -10,6 +10,7 @@ import torch
 from lightning_fcl.data.batches import number_of
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import (
     PROGRESS,
@@ -146,10 +147,10 @@ def check_sums(federation: Federation) -> None:
     methods = [method for method in federation.methods if overrides(method, "contribute_experience")]
     if methods and not full and len({*plan.experiences.values()}) > 1:
         name = type(methods[0]).__name__
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `participation=1.0` for `{name}` in a stream whose clients enter experiences in different "
-            f"rounds but got {federation.participation.clients}. Use `participation=1.0`, or a scenario whose clients "
-            "enter each experience together."
+            f"rounds but got {federation.participation.clients}.",
+            hint="Use `participation=1.0`, or a scenario whose clients enter each experience together.",
         )
 
 

@@ -17,7 +17,7 @@ from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.reading_check import prepare_reading
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import listed, warn_of_one
+from lightning_fcl.errors import InvalidValueError, listed, warn_of_one
 from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import ClientState, enter_round, own_entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
@@ -133,7 +133,11 @@ class Federation:
         stream = stream_of(self.module.trainer) if self.strategy.connected else None
         if stream is None or client not in stream.plan.experiences:
             known = listed(stream.plan.clients) if stream is not None else "none before a fit"
-            raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")
+            raise InvalidValueError(
+                f"Expected `client` to be one of the stream's ({known}) but got {client}.",
+                argument="client",
+                value=client,
+            )
         state = entries(self.module) if server is None else server
         if own := own_entries(self.server.store[client], self.module.device):
             state = {**state, **own}
@@ -203,9 +207,11 @@ def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer
     if why is None:
         return
     if stream.batch_size == 1:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `batch_size` to be at least 2 for `{type(module).__name__}`, which cannot train on a batch of "
-            f"one sample ({why}), but got 1. Use `batch_size=2` or more."
+            f"one sample ({why}), but got 1.",
+            hint="Use `batch_size=2` or more.",
+            argument="batch_size",
         )
     rounds = stream.plan.different_rounds
     single = [c for c in stream.plan.clients if any(len(current.get(c, ())) == 1 for current in rounds)]
@@ -280,8 +286,9 @@ def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
     """
     federation = need_federation(trainer, "client_model", "it has no clients")
     if federation.shows_client:
-        raise ValueError(
-            f"Expected one `client_model` at a time but got that of {client} within another one's. Leave that first."
+        raise InvalidValueError(
+            f"Expected one `client_model` at a time but got that of {client} within another one's.",
+            hint="Leave that first.",
         )
     state = {name: value.detach().clone() for name, value in federation.client_state(client).items()}
     module = federation.module

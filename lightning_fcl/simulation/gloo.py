@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_fcl.errors import ConnectionFailedError
 from lightning_fcl.federation.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -84,9 +85,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(
+        raise ConnectionFailedError(
             "Expected all processes of the federation to meet at the end of a round but one of them has gone: what it "
-            "said, if anything, stands above. Go on from the newest checkpoint, with any number of `devices`."
+            "said, if anything, stands above.",
+            hint="Go on from the newest checkpoint, with any number of `devices`.",
         ) from error
 
 

@@ -20,7 +20,7 @@ from lightning_fcl.callbacks.epoch_log import RoundLog
 from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.batches import Batch, Batching
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.replay_samples import joins_batches
@@ -76,9 +76,11 @@ class TrainerLimits:
         if epochs == -1 or (epochs == _UNSET and rounds < _UNSET):
             loop.max_epochs = rounds
         elif epochs > rounds:
-            raise ValueError(
-                f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {epochs}. Set "
-                f"`max_epochs={rounds}`, or leave it out."
+            raise InvalidValueError(
+                f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {epochs}.",
+                hint=f"Set `max_epochs={rounds}`, or leave it out.",
+                argument="max_epochs",
+                value=epochs,
             )
 
     def keep_whole(self, trainer: L.Trainer) -> None:
@@ -112,10 +114,10 @@ def common_batches(federation: Federation) -> int:
     if len(counts) == 1 and not vary:
         return int(counts[0])
     why = f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"
-    raise ValueError(
-        "Expected clients that have as many batches in every round where `configure_optimizers` asks for their number, "
-        f"as by `trainer.estimated_stepping_batches`, but {why}. Count rounds, `trainer.max_epochs`, in a schedule by "
-        "epoch."
+    raise InvalidValueError(
+        "Expected clients that have as many batches in every round where `configure_optimizers` asks for their "
+        f"number, as by `trainer.estimated_stepping_batches`, but {why}.",
+        hint="Count rounds, `trainer.max_epochs`, in a schedule by epoch.",
     )
 
 
@@ -245,10 +247,11 @@ class FitHooks(Callback):
     def _end_round(self, trainer: L.Trainer) -> None:
         self._settle()
         if trainer.state.stage != "sanity_check" and self.strategy.round is not None and not self.strategy.round.done:
-            raise ValueError(
-                "Expected `on_train_batch_start` to return None but it has ended round "
-                f"{trainer.current_epoch} by -1, before its last client. To leave out a client's batches, set "
-                "`limit_train_batches`, or return a loss of zero from `training_step`."
+            raise InvalidValueError(
+                f"Expected `on_train_batch_start` to return None but it has ended round {trainer.current_epoch} by "
+                "-1, before its last client.",
+                hint="To leave out a client's batches, set `limit_train_batches`, or return a loss of zero from "
+                "`training_step`.",
             )
         if self.strategy.round is not None:
             self.federation.epoch_states.meet()

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_fcl.contents import Names
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.data_module import TRANSFER_HOOKS, modules_of
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.local.outside import Carried, Outside, can_merge
 from lightning_fcl.local.search import Search
@@ -57,7 +57,7 @@ class Isolation:
     def refuse_gathered(self) -> None:
         """Raise ValueError if the server's model needs attributes that are filled in training, which nodes do."""
         if self.gathered:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected hooks at the end of a round to use aggregated state only in a deployment. {self._what()} "
                 f"On the server, where no client trains, they stay empty. {_REMEDY}"
             )

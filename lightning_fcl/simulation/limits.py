@@ -29,7 +29,17 @@ from torch.optim import LBFGS
 from lightning_fcl.data.attached import callbacks_of, refuse_transfer_hook, stream_of
 from lightning_fcl.data.data_module import modules_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import at_least, did_you_mean, quoted, refuse_other_lightning, warn_of_one
+from lightning_fcl.errors import (
+    InvalidStateError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnknownNameError,
+    at_least,
+    did_you_mean,
+    quoted,
+    refuse_other_lightning,
+    warn_of_one,
+)
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle, Reason
@@ -81,11 +91,16 @@ def check_settings(
     """Refuse settings of a strategy that are out of range, or do not go together."""
     at_least(1, local_epochs=local_epochs)
     if cohort_size != "auto" and cohort_size < 1:
-        raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
+        raise InvalidValueError(
+            f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.',
+            argument="cohort_size",
+            value=cohort_size,
+        )
     if compression is not None and swarm is not None and (swarm.dropout or swarm.missing):
-        raise ValueError(
-            f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: "
-            "who has missed a synchronisation knows no server state that its update could refer to. Leave one out."
+        raise InvalidValueError(
+            f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: who "
+            "has missed a synchronisation knows no server state that its update could refer to.",
+            hint="Leave one out.",
         )
     if schedule is not None:
         schedule.check(compression)
@@ -97,44 +112,48 @@ def check_trainer(trainer: L.Trainer) -> None:
     for callback in callbacks_of(trainer):
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
-                raise ValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
+                raise InvalidValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
         often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
         if isinstance(callback, ModelCheckpoint) and any(often.values()):
             settings = " and ".join(f"`{name}={value}`" for name, value in often.items() if value)
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {settings}: it would "
-                "save the model of whichever client trains then. Set `every_n_epochs=1`."
+                "save the model of whichever client trains then.",
+                hint="Set `every_n_epochs=1`.",
             )
     for config in trainer.lr_scheduler_configs:
         stream = stream_of(trainer)
         asks = config.reduce_on_plateau and config.strict and str(config.monitor).startswith("val")
         if asks and stream is not None and not len(stream.plan.validation):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected validation samples for `ReduceLROnPlateau`, which monitors `{config.monitor}`, but the "
-                "stream has none. Give it `split=Split(validation=0.1)`, or monitor what is logged in training."
+                "stream has none.",
+                hint="Give it `split=Split(validation=0.1)`, or monitor what is logged in training.",
             )
     if not trainer.optimizers:
-        raise ValueError(
-            "Expected an optimizer but `configure_optimizers` returned none. Return one, over all that learns."
+        raise InvalidValueError(
+            "Expected an optimizer but `configure_optimizers` returned none.", hint="Return one, over all that learns."
         )
     for optimizer in trainer.optimizers:
         check_optimizer(optimizer)
     check_reloads(trainer)
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     if any(config.reduce_on_plateau for config in by_step):
-        raise ValueError(
+        raise InvalidValueError(
             'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step": no metric is known after '
             "a client's step."
         )
     if trainer.accumulate_grad_batches > 1 and any(isinstance(own, LBFGS) for own in trainer.optimizers):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `accumulate_grad_batches=1` for `LBFGS` but got {trainer.accumulate_grad_batches}: it asks for "
-            "gradients again within a step, when the batches before are gone. Raise `batch_size` instead."
+            "gradients again within a step, when the batches before are gone.",
+            hint="Raise `batch_size` instead.",
         )
     if by_step and not trainer.lightning_module.automatic_optimization:
-        raise ValueError(
+        raise InvalidValueError(
             'Expected schedulers with `interval="epoch"` (a round) for a module that optimises by hand but got '
-            '"step": the federation does not see its steps. Step them in `training_step`, by what is left of them.'
+            '"step": the federation does not see its steps.',
+            hint="Step them in `training_step`, by what is left of them.",
         )
     strategy: FederatedStrategy = trainer.strategy  # type: ignore[assignment]
     limit = strategy.limits.batches
@@ -145,20 +164,23 @@ def check_trainer(trainer: L.Trainer) -> None:
         warn_of_one("limit_val_batches", 1.0 if overfits else trainer.limit_val_batches, "1 batch", "all batches")
     scheduled = strategy.federation.participation.schedule is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
     if scheduled and repr(limit) != "1.0":
-        raise ValueError(
-            f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its clock "
-            "counts all of a client's samples. Leave one out."
+        raise InvalidValueError(
+            f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its "
+            "clock counts all of a client's samples.",
+            hint="Leave one out.",
         )
     if (trainer.max_steps, trainer.min_steps) != (-1, None):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `max_steps=-1` and `min_steps=None` but got {trainer.max_steps} and {trainer.min_steps}: a "
-            "federation counts rounds, whatever steps they have. Use `max_epochs` and `min_epochs`."
+            "federation counts rounds, whatever steps they have.",
+            hint="Use `max_epochs` and `min_epochs`.",
         )
     every, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval", "a time")
     if every is None or interval not in (1.0, None) or type(interval) is int:
-        raise ValueError(
-            f"Expected `val_check_interval=1.0` and a number of rounds as `check_val_every_n_epoch` but got {interval} "
-            f"and {every}: within a round there is no server state to validate. Use `check_val_every_n_epoch`."
+        raise InvalidValueError(
+            "Expected `val_check_interval=1.0` and a number of rounds as `check_val_every_n_epoch` but got "
+            f"{interval} and {every}: within a round there is no server state to validate.",
+            hint="Use `check_val_every_n_epoch`.",
         )
     at_least(1, check_val_every_n_epoch=every)
 
@@ -168,11 +190,11 @@ def check_reloads(trainer: L.Trainer) -> None:
     stream, every = stream_of(trainer), trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     found = modules_of(stream.data) if stream is not None and every else []
     if found:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `reload_dataloaders_every_n_epochs=0` for the data of `{type(found[0]).__name__}`, but got "
-            f"{every}: its loaders are made once, because all rounds are planned before the first one. Leave the "
-            "argument out. If samples change between rounds, pass their `group` to `FederatedStream.from_arrays`, with "
-            "`scenario=DomainIncremental()`."
+            f"{every}: its loaders are made once, because all rounds are planned before the first one.",
+            hint="Leave the argument out. If samples change between rounds, pass their `group` to "
+            "`FederatedStream.from_arrays`, with `scenario=DomainIncremental()`.",
         )
 
 
@@ -184,9 +206,11 @@ def check_parts(trainer: L.Trainer) -> None:
             # Lightning calls `on_exception` of all parts, which a class raises another error from.
             callbacks[:] = [one for one in callbacks if not isinstance(one, type)]
             trainer.datamodule = None if isinstance(data, type) else data  # type: ignore[attr-defined]
-            raise TypeError(
+            raise InvalidTypeError(
                 f"Expected `{name}` to be {'objects' if name == 'callbacks' else 'an object'}, but got the class "
-                f"`{part.__name__}`. Use `{part.__name__}(...)`."
+                f"`{part.__name__}`.",
+                hint=f"Use `{part.__name__}(...)`.",
+                argument=name,
             )
     refuse_other_lightning(data, *callbacks)
 
@@ -194,30 +218,31 @@ def check_parts(trainer: L.Trainer) -> None:
 def check_module(module: L.LightningModule) -> None:
     """Refuse a module whose state cannot go to the clients and come back."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ValueError(
-            "Expected a `training_step` of a batch but it takes the `dataloader_iter`, which would go across clients. "
-            "Take `batch` and `batch_idx`."
+        raise InvalidValueError(
+            "Expected a `training_step` of a batch but it takes the `dataloader_iter`, which would go across clients.",
+            hint="Take `batch` and `batch_idx`.",
         )
     live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     lazy = [name for name, value in live.items() if is_lazy(value)]
     if lazy:
-        raise ValueError(
-            f"Expected a module whose layers are made but {quoted(lazy)} has no shape yet. Give its layer the number "
-            "of inputs, or call the module on a batch in `configure_model`."
+        raise InvalidValueError(
+            f"Expected a module whose layers are made but {quoted(lazy)} has no shape yet.",
+            hint="Give its layer the number of inputs, or call the module on a batch in `configure_model`.",
         )
     try:
         state, known = entries(module), set(map(id, live.values()))
     except TypeError as error:
-        raise ValueError(
-            f"Expected `state_dict` to take `keep_vars`, as torch's does, but got: {error}. Give it `*args, **kwargs`."
+        raise InvalidValueError(
+            f"Expected `state_dict` to take `keep_vars`, as torch's does, but got: {error}.",
+            hint="Give it `*args, **kwargs`.",
         ) from error
     copied = [name for name, value in state.items() if id(value) not in known]
     learnt = [name for name, value in module.named_parameters() if value.requires_grad and name not in state]
     if copied or learnt:
         what = f"not to hold {quoted(copied)}, a copy," if copied else f"to hold {quoted(learnt)}, which learns,"
-        raise ValueError(
-            f"Expected `state_dict(keep_vars=True)` {what} as clients send what it holds. Let it give the module's own "
-            "tensors, by their names, and freeze the others."
+        raise InvalidValueError(
+            f"Expected `state_dict(keep_vars=True)` {what} as clients send what it holds.",
+            hint="Let it give the module's own tensors, by their names, and freeze the others.",
         )
 
 
@@ -225,18 +250,20 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
     """Refuse a stream that does not fit the Trainer or its module."""
     module = trainer.lightning_module
     if isinstance(module, StatesLoss) and isinstance(module, HasClasses) and module.num_classes < stream.num_classes:
-        raise ValueError(
-            f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "
-            f"got {module.num_classes}: some have no output. Raise it, and the network's."
+        raise InvalidValueError(
+            f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but got "
+            f"{module.num_classes}: some have no output.",
+            hint="Raise it, and the network's.",
         )
 
 
 def check_optimizers(federation: Federation) -> None:
     """Refuse, before a round, optimizers that a hook has put in the place of those of `configure_optimizers`."""
     if federation.strategy.optimizers != federation.optimizers:
-        raise ValueError(
-            "Expected the optimizers of `configure_optimizers` throughout a fit but a hook has made others. Give what "
-            'is there the new parameters: `self.optimizers().param_groups[0]["params"] = [*self.parameters()]`.'
+        raise InvalidValueError(
+            "Expected the optimizers of `configure_optimizers` throughout a fit but a hook has made others.",
+            hint='Give what is there the new parameters: `self.optimizers().param_groups[0]["params"] = '
+            "[*self.parameters()]`.",
         )
 
 
@@ -262,13 +289,18 @@ def check_monitors(trainer: L.Trainer) -> None:
         monitor = getattr(callback, "monitor", None)
         if monitor and monitor not in logged:
             hint = did_you_mean(monitor, logged) or f" There are {', '.join(logged)}."
-            raise ValueError(f"Expected `monitor` to be a metric that is logged but got {monitor}.{hint}")
+            raise UnknownNameError(
+                f"Expected `monitor` to be a metric that is logged but got {monitor}.",
+                hint=hint,
+                argument="monitor",
+                value=monitor,
+            )
 
 
 def require_begun(value: T | None, what: str) -> T:
     """A value that is there once something has begun."""
     if value is None:
-        raise RuntimeError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
+        raise InvalidStateError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
     return value
 
 
@@ -293,13 +325,15 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
     if len(optimizers) > 1:
         for method in methods:
             if shapes_loss(method, Client()) or not method.vectorizable:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
-                    f"`configure_optimizers` returned several. Leave `{type(method).__name__}` out."
+                    "`configure_optimizers` returned several.",
+                    hint=f"Leave `{type(method).__name__}` out.",
                 )
     if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True. Leave it out."
+        raise InvalidValueError(
+            "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True.",
+            hint="Leave it out.",
         )
     wanted = None if strategy.cohort_size == "auto" else strategy.cohort_size
     size = automatic_size(module) if wanted is None else wanted
@@ -316,7 +350,7 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
         padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
     if padded and by_step:
         if size > 1 and wanted is not None:
-            raise ValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.')
+            raise InvalidValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.')
         if size > 1:
             log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
         return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step

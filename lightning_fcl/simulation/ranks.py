@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.errors import one_of
+from lightning_fcl.errors import InvalidValueError, one_of
 from lightning_fcl.evaluation.files import TemporaryFolder
 from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
@@ -40,16 +40,16 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 def check_processes(environment: ClusterEnvironment, processes: int, nodes: int) -> None:
     """Refuse more processes than a machine can start, and machines that could not find each other."""
     if processes > _MOST:
-        raise ValueError(
-            f"Expected at most {_MOST} `devices`, a process each, on this machine but got {processes}. Set as many as "
-            "it has cores, or fewer."
+        raise InvalidValueError(
+            f"Expected at most {_MOST} `devices`, a process each, on this machine but got {processes}.",
+            hint="Set as many as it has cores, or fewer.",
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
     if nodes > 1 and missing and isinstance(environment, LightningEnvironment):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected each of `num_nodes={nodes}` machines to have MASTER_ADDR, MASTER_PORT and NODE_RANK in its "
-            f"environment but {', '.join(missing)} is not set: they would wait for each other. Set them as "
-            "docs/scale.md tells, or leave `num_nodes` out."
+            f"environment but {', '.join(missing)} is not set: they would wait for each other.",
+            hint="Set them as docs/scale.md tells, or leave `num_nodes` out.",
         )
 
 
@@ -253,8 +253,8 @@ def check_alike(ranks: Ranks, here: Mapping[str, object]) -> None:
     for rank, other in enumerate(others, 1):
         for name in first.keys() | other.keys():
             if first.get(name) != other.get(name):
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected all processes of a federation to be alike but process {rank} has another `{name}`: "
-                    f"{other.get(name)}, where the first has {first.get(name)}. Start them with one recipe, one set of "
-                    "data and one installation."
+                    f"{other.get(name)}, where the first has {first.get(name)}.",
+                    hint="Start them with one recipe, one set of data and one installation.",
                 )

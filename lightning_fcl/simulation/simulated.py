@@ -11,7 +11,7 @@ import torch
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import current_round
-from lightning_fcl.errors import listed
+from lightning_fcl.errors import InvalidValueError, listed
 from lightning_fcl.federation.aggregation import State, entries, frozen_parameters, load_entries, reductions_of, resolve
 from lightning_fcl.federation.protocol import ListensToRounds, SolvesAtServer
 from lightning_fcl.federation.reductions import Reduction
@@ -204,7 +204,7 @@ def _check_usable(federation: Federation, number: int) -> None:
     dropped = record.dropped
     if federation.strategy.stops_unusable and dropped and not (record.trained or record.missed or record.late):
         who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
-        raise ValueError(
-            f"Expected uploads of round {number} that are of use but all were dropped: {who}. {DIVERGED} To "
-            'go on with the server as it was, give the strategy `on_unusable_round="warn"`.'
+        raise InvalidValueError(
+            f"Expected uploads of round {number} that are of use but all were dropped: {who}. {DIVERGED} To go on "
+            'with the server as it was, give the strategy `on_unusable_round="warn"`.'
         )

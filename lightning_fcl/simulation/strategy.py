@@ -22,7 +22,7 @@ from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.errors import check_arguments, one_of, warn_of_other_lightning
+from lightning_fcl.errors import InvalidValueError, check_arguments, one_of, warn_of_other_lightning
 from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.obstacles import Obstacle
@@ -267,9 +267,9 @@ class FederatedStrategy(RanksStrategy):
             self.round = self.new_round(federation)
             return self.round
         if self.federation.module.trainer.training:
-            raise ValueError(
-                f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}. "
-                "`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data."
+            raise InvalidValueError(
+                f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}.",
+                hint="`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data.",
             )
         return dataloader
 
@@ -326,9 +326,11 @@ class FederatedStrategy(RanksStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is False:
-            raise ValueError(
+            raise InvalidValueError(
                 "Expected `weights_only` to be True but got False: a federation's checkpoints are tensors and plain "
-                "values, and nothing else is read from them. Leave it out."
+                "values, and nothing else is read from them.",
+                hint="Leave it out.",
+                argument="weights_only",
             )
         read = super().load_checkpoint
         checkpoint = read_checkpoint(lambda path: read(path, True), checkpoint_path)

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import InvalidValueError, at_least
 from lightning_fcl.federation.optimizers import OptimizerFactory
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.small import HARCNN
@@ -80,15 +80,17 @@ class Classifier(NetworkTask):
         if not blocks and self._blocks is not None and stage != "fit":
             return
         if stream is None or not blocks:
-            raise ValueError(
+            raise InvalidValueError(
                 'Expected a `FederatedStream` that tells the classes of each task, as `scenario="fedvit"` does, for '
-                f"`task_incremental=True` but got {stream}. Leave it out."
+                f"`task_incremental=True` but got {stream}.",
+                hint="Leave it out.",
             )
         alone = [block[0] for parts in blocks.values() for block in parts if len(block) < 2]
         if alone:
-            raise ValueError(
-                f"Expected tasks of at least two classes for `task_incremental=True` but class {alone[0]} is a task of "
-                "its own, in which there is nothing to learn. Cut the classes into fewer `tasks`."
+            raise InvalidValueError(
+                f"Expected tasks of at least two classes for `task_incremental=True` but class {alone[0]} is a task "
+                "of its own, in which there is nothing to learn.",
+                hint="Cut the classes into fewer `tasks`.",
             )
         together = torch.eye(max(self.num_classes, stream.num_classes), dtype=torch.bool)
         for block in {block for parts in blocks.values() for block in parts}:
@@ -105,9 +107,10 @@ class Classifier(NetworkTask):
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy of every sample, shape (batch,)."""
         if output.shape[-1] != self.num_classes:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
-                f"{output.shape[-1]}. Make them equal."
+                f"{output.shape[-1]}.",
+                hint="Make them equal.",
             )
         return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
 
@@ -253,9 +256,10 @@ class Regressor(NetworkTask):
         y = y[:, None] if y.dim() == 1 else y
         shape = (len(y), self.outputs)
         if output.shape != shape or y.shape != shape:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected outputs and targets of shape (batch, {self.outputs}) but got {tuple(output.shape)} and "
-                f"{tuple(y.shape)}. Set `outputs` to the size of the target, and that of the network's last layer."
+                f"{tuple(y.shape)}.",
+                hint="Set `outputs` to the size of the target, and that of the network's last layer.",
             )
         return y.to(output.dtype)
 

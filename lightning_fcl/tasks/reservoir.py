@@ -13,7 +13,7 @@ from torchmetrics import MeanSquaredError, Metric, R2Score
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import one_of
+from lightning_fcl.errors import InvalidValueError, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
@@ -86,9 +86,11 @@ class ReservoirTask(RidgeTask):
         targets = self.targets.encode(y)
         per_step = targets.dim() == 3
         if per_step and self.features == "mean":
-            raise ValueError('Expected a label for each sequence with `readout="mean"` but got one for each step.')
+            raise InvalidValueError(
+                'Expected a label for each sequence with `readout="mean"` but got one for each step.'
+            )
         if per_step and targets.shape[1] != x.shape[1]:
-            raise ValueError(f"Expected a label for each of the {x.shape[1]} steps but got {targets.shape[1]}.")
+            raise InvalidValueError(f"Expected a label for each of the {x.shape[1]} steps but got {targets.shape[1]}.")
         if per_step and self.features == "last":
             targets, per_step = targets[:, -1], False
         start = self.reservoir.washout
@@ -102,8 +104,10 @@ class ReservoirTask(RidgeTask):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.trainer.precision not in ("32-true", "64-true"):
-            raise ValueError(
-                f'Expected `precision` to be "32-true" or "64-true" for a reservoir but got "{self.trainer.precision}".'
+            raise InvalidValueError(
+                'Expected `precision` to be "32-true" or "64-true" for a reservoir but got '
+                f'"{self.trainer.precision}".',
+                argument="precision",
             )
 
     def on_train_epoch_start(self) -> None:
@@ -126,9 +130,10 @@ class ReservoirTask(RidgeTask):
     def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> ReservoirTrainer:
         super().local_trainer(federation, shaping)
         if federation.participation.may_miss:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected a `swarm` without `dropout` and `missing` for a `{type(self).__name__}`, whose clients "
-                "begin each round with new sums, but got one with them. Leave them out."
+                "begin each round with new sums, but got one with them.",
+                hint="Leave them out.",
             )
         return ReservoirTrainer(self, federation.strategy.cohort_size)
 

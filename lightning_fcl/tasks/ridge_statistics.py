@@ -12,7 +12,7 @@ from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import InvalidValueError, at_least
 from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, SparseMean, State, filled_rows
 from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading
@@ -31,14 +31,14 @@ class OneHot:
     def encode(self, y: Tensor) -> Tensor:
         """What the readout should say of samples: (batch, outputs), or (batch, time, outputs) for every step."""
         if y.is_floating_point():
-            raise ValueError(
-                f"Expected whole numbers as labels but got {y.dtype}. `ReservoirRegressor` takes such targets."
+            raise InvalidValueError(
+                f"Expected whole numbers as labels but got {y.dtype}.", hint="`ReservoirRegressor` takes such targets."
             )
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.outputs:
             wrong = int(y[(y < 0) | (y >= self.outputs)][0])
-            raise ValueError(
-                f"Expected labels between 0 and {self.outputs - 1} but got {wrong}. Set `num_classes` to the data's "
-                "number of classes."
+            raise InvalidValueError(
+                f"Expected labels between 0 and {self.outputs - 1} but got {wrong}.",
+                hint="Set `num_classes` to the data's number of classes.",
             )
         targets = F.one_hot(y.long(), self.outputs).double()
         return targets * 2 - 1 if self.signed else targets
@@ -67,12 +67,15 @@ class Numbers:
 
     def encode(self, y: Tensor) -> Tensor:
         if y.dim() not in (2, 3) or y.shape[-1] != self.outputs:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected targets of shape (batch, {self.outputs}), or (batch, time, {self.outputs}), but got "
-                f"{tuple(y.shape)}. Set `outputs` to the target's size."
+                f"{tuple(y.shape)}.",
+                hint="Set `outputs` to the target's size.",
             )
         if not torch.isfinite(y).all():
-            raise ValueError("Expected finite targets but got NaN or infinite values. Mend or drop these sequences.")
+            raise InvalidValueError(
+                "Expected finite targets but got NaN or infinite values.", hint="Mend or drop these sequences."
+            )
         return y.double()
 
     def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:

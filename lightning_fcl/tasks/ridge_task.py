@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least, one_of
+from lightning_fcl.errors import InvalidValueError, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State, entries, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
@@ -66,15 +66,17 @@ class RidgeTask(Task):
         one_of((*get_args(Share), "moments"), share=share)
         at_least(0, gamma=gamma)
         if (share != "statistics" and (rank is not None or gamma)) or (rank is not None and gamma):
-            raise ValueError(
+            raise InvalidValueError(
                 'Expected `rank` or `gamma` alone, and with `share="statistics"`, as there is no B else to which they '
-                f'apply, but got rank={rank} and gamma={gamma} with `share="{share}"`. Leave them out.'
+                f'apply, but got rank={rank} and gamma={gamma} with `share="{share}"`.',
+                hint="Leave them out.",
+                argument="rank",
             )
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
         if not self.betas:
-            raise ValueError("Expected `beta` to be a number or several but got an empty list.")
+            raise InvalidValueError("Expected `beta` to be a number or several but got an empty list.", argument="beta")
         if len(self.betas) > 1 and share == "weights":
-            raise ValueError(
+            raise InvalidValueError(
                 f'Expected one `beta` with `share="weights"`, as each client solves for itself, but got {self.betas}.'
             )
         self.automatic_optimization = False
@@ -142,8 +144,9 @@ class RidgeTask(Task):
 
     def on_train_start(self) -> None:
         if self.trainer.max_epochs == -1:
-            raise ValueError(
-                "Expected `max_epochs` to be a number but got -1: the readout learns in the last epoch of a fit."
+            raise InvalidValueError(
+                "Expected `max_epochs` to be a number but got -1: the readout learns in the last epoch of a fit.",
+                argument="max_epochs",
             )
 
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int) -> None:
@@ -177,9 +180,10 @@ class RidgeTask(Task):
         trainer, stream = self.trainer, stream_of(self.trainer)
         loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but the stream "
-                "has none. Set the stream's `validation`, or one `beta`."
+                "has none.",
+                hint="Set the stream's `validation`, or one `beta`.",
             )
         solutions = self.readout.solutions(self.betas)
         right = torch.zeros(len(self.betas), dtype=torch.float64, device=self.device)
@@ -207,24 +211,29 @@ class RidgeTask(Task):
         """The trainer of the readouts of many clients; what a federation cannot do with sums is refused."""
         name, strategy, rules = type(self).__name__, federation.strategy, federation.strategy.rules
         if strategy.local_epochs != 1:
-            raise ValueError(
-                f"Expected the strategy's `local_epochs` to be 1 for a `{name}`, whose readout takes one pass, but got "
-                f"{strategy.local_epochs}. The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`."
+            raise InvalidValueError(
+                f"Expected the strategy's `local_epochs` to be 1 for a `{name}`, whose readout takes one pass, but "
+                f"got {strategy.local_epochs}.",
+                hint="The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`.",
             )
         if reductions_of(self, rules) != reductions_of(self):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
-                f"{dict(rules)}. What clients send is chosen by `share`."
+                f"{dict(rules)}.",
+                hint="What clients send is chosen by `share`.",
             )
         if shaping:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected no `{shaping[0]}` with a `{name}`: it adds to a loss, and a readout is solved for without "
-                "one. Remove it."
+                "one.",
+                hint="Remove it.",
             )
         if type(self).training_step is not RidgeTask.training_step:
-            raise ValueError(
-                f"Expected `{name}` not to override `training_step`: in a federation clients run through its body side "
-                "by side. Override `pairs` instead."
+            raise InvalidValueError(
+                f"Expected `{name}` not to override `training_step`: in a federation clients run through its body "
+                "side by side.",
+                hint="Override `pairs` instead.",
+                argument=name,
             )
         return RidgeTrainer(self, strategy.cohort_size)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import check_state, load_entries
 from lightning_fcl.federation.obstacles import Obstacle, Reason
 from lightning_fcl.federation.optimizers import OptimizerFactory, make_optimizer
@@ -45,7 +46,9 @@ class Task(Described, L.LightningModule):
         checkpoint = read_checkpoint(read, checkpoint_path)
         hparams = checkpoint.get("hyper_parameters", {})
         if not isinstance(hparams, Mapping):
-            raise ValueError(f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {hparams!r}.")
+            raise InvalidValueError(
+                f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {hparams!r}."
+            )
         made = {key: rebuild(value, key) for key, value in hparams.items() if key not in arguments}
         task = cls(**cast_arguments(cls, {**made, **arguments}, cls.__name__))
         task.on_load_checkpoint(checkpoint)
@@ -90,10 +93,10 @@ class NetworkTask(Task):
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # memory that has run out, or a network without `forward`
                 raise
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `model` to take samples of the data, of shape {tuple(x.shape[1:])}, but "
-                f"{type(self.model).__name__} gave: {error}. Fit its arguments to the data; what cannot be vectorised "
-                "trains with `cohort_size=1`."
+                f"{type(self.model).__name__} gave: {error}.",
+                hint="Fit its arguments to the data; what cannot be vectorised trains with `cohort_size=1`.",
             ) from error
         return output
 
@@ -143,8 +146,8 @@ class NetworkTask(Task):
 def embedding_body(model: nn.Module) -> EmbedsSamples:
     """A network that tells its features; another one is refused."""
     if not (isinstance(model, EmbedsSamples) and isinstance(model.features, int)):
-        raise ValueError(
-            f"Expected a `model` with `embed(x)` and `features`, their number, but got a `{type(model).__name__}`. Use "
-            "one of `lightning_fcl.models`, or define them."
+        raise InvalidValueError(
+            f"Expected a `model` with `embed(x)` and `features`, their number, but got a `{type(model).__name__}`.",
+            hint="Use one of `lightning_fcl.models`, or define them.",
         )
     return model

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import InvalidValueError, at_least
 from lightning_fcl.evaluation.files import TemporaryFolder, check_digest
 from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
@@ -97,17 +97,17 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
     folder = folder_of(name, to_continue=True)
     entry, files = read_folder(folder), read_files(folder)
     if CONTINUE not in files:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected a network that can go on learning but {entry.full_name} cannot: "
             f"{entry.recipe.get('ends', 'nothing to go on from was published')}."
         )
     if classes is not None:
         at_least(1, classes=classes)
         if entry.outputs not in ("0/1", "-1/1"):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.outputs}, but got {classes}: "
-                "only a readout that is solved for learns more than it was made for. "
-                "`create_model(..., num_classes=...)` gives a new head."
+                "only a readout that is solved for learns more than it was made for.",
+                hint="`create_model(..., num_classes=...)` gives a new head.",
             )
     check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)
@@ -116,8 +116,10 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
         _, own = _federation(read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), clients))
         here = own["fingerprint"]
         if any(here.get(name, value) != value for name, value in kept["fingerprint"].items()):
-            raise ValueError(
-                f"Expected `clients` of the published recipe, seed and data but {clients} is of others. Leave it out."
+            raise InvalidValueError(
+                f"Expected `clients` of the published recipe, seed and data but {clients} is of others.",
+                hint="Leave it out.",
+                argument="clients",
             )
         kept["clients"] = dict(own["clients"])
     state, over = checkpoint["state_dict"], tuple[str, ...]()
@@ -176,8 +178,8 @@ def read_continuation(path: Path) -> dict[str, Any]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
             content = _joined(json.loads(file.metadata()[_PLAIN]), tensors)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"Expected {path} to hold what a server goes on from but got: {error}. Get it again."
+        raise InvalidValueError(
+            f"Expected {path} to hold what a server goes on from but got: {error}.", hint="Get it again."
         ) from error
     return dict(content)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fcl.data.datasets.arrays import Measurement
+from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.evaluation.files import check_digest, read_sums, sha256, write_sums
 from lightning_fcl.hub.documents import parse, read_yaml
 
@@ -68,12 +69,12 @@ class Entry:
     def __post_init__(self) -> None:
         check_name(self.name)
         if self.version < 1 or bool(self.classes) == (self.outputs == "features"):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected a version from 1, and classes unless `outputs` are features, for {self.name} but got "
                 f"{self.version}, {len(self.classes)} classes and {self.outputs}."
             )
         if self.measurement is not None and list(self.measurement.shape) != list(self.shape):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected the measurement of {self.name} to be of shape {self.shape} but got {self.measurement.shape}."
             )
 
@@ -90,7 +91,7 @@ class Entry:
 
 def check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or len(name) > 100:
-        raise ValueError(
+        raise InvalidValueError(
             "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, but got "
             f"{name[:100]!r}."
         )
@@ -102,7 +103,9 @@ def read_entry(config: Path) -> Entry:
     told = content if isinstance(content, dict) else {}
     network, recipe, measured = told.pop("network", None), told.pop("recipe", {}), told.pop("measurement", None)
     if not isinstance(network, Mapping) or not isinstance(recipe, Mapping):
-        raise ValueError(f"Expected {config} to describe a network and a recipe by name but it does not. Get it again.")
+        raise InvalidValueError(
+            f"Expected {config} to describe a network and a recipe by name but it does not.", hint="Get it again."
+        )
     measurement = None if measured is None else parse(Measurement, measured, f"the measurement of {config}")
     return parse(Entry, told, config, network=network, recipe=recipe, measurement=measurement)
 
@@ -119,12 +122,15 @@ def read_files(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file of an entry."""
     path = folder / SUMS
     if not path.is_file():
-        raise FileNotFoundError(f"Expected {SUMS} in {folder} but found none. Name the folder of a published model.")
+        raise MissingFileError(
+            f"Expected {SUMS} in {folder} but found none.", hint="Name the folder of a published model."
+        )
     digests = read_sums(path)
     if not {CONFIG, WEIGHTS} <= digests.keys() <= {*FILES}:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected {path} to name {CONFIG}, {WEIGHTS} and none but {', '.join(FILES)} but got "
-            f"{', '.join(digests)[:300]}. Get it again, or ask its publisher."
+            f"{', '.join(digests)[:300]}.",
+            hint="Get it again, or ask its publisher.",
         )
     return digests
 

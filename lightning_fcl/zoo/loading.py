@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lightning_fcl.errors import at_least, check_arguments, did_you_mean
+from lightning_fcl.errors import InvalidValueError, UnknownNameError, at_least, check_arguments, did_you_mean
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.models.described import Described, rebuild
@@ -91,15 +91,15 @@ def create_model(
         if pretrained:
             known = list_models()
             hint = did_you_mean(name.lower(), known)
-            raise ValueError(
-                f"Expected the name of published weights but {name} is a class of networks.{hint} Published are "
-                f"{', '.join(known)}."
+            raise UnknownNameError(
+                f"Expected the name of published weights but {name} is a class of networks.",
+                hint=f"{hint} Published are {', '.join(known)}.",
             )
         if num_classes is not None:
             arguments["num_classes"] = num_classes
         network = rebuild({"class_path": f"lightning_fcl.models.{name}", "init_args": arguments}, "model")
     elif arguments:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected no further arguments for {name}, which tells its own, but got {', '.join(arguments)}."
         )
     else:
@@ -122,7 +122,9 @@ def pretrained_reservoir(name: str) -> EchoStateNetwork:
     network = load(name).network
     if not isinstance(network, ReservoirReadout):
         names = ", ".join(list_models("esn.*"))
-        raise ValueError(f"Expected the name of a published reservoir but got {name!r}. There are {names}.")
+        raise InvalidValueError(
+            f"Expected the name of a published reservoir but got {name!r}.", hint=f"There are {names}."
+        )
     return network.reservoir
 
 
@@ -132,9 +134,10 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
     if check and (folder / CHECK).is_file():
         difference = compare(pretrained, read_tensors(folder / CHECK))
         if not difference <= TOLERANCE:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected {entry.full_name} to give the published outputs of the published input but they differ by "
-                f"{difference:.2g} of the largest. Report it, with your torch and processor; check=False loads it."
+                f"{difference:.2g} of the largest.",
+                hint="Report it, with your torch and processor; check=False loads it.",
             )
     return pretrained
 
@@ -144,7 +147,7 @@ def make_network(entry: Entry) -> nn.Module:
     with torch.random.fork_rng(devices=[]):  # weights are drawn, and then replaced
         network = rebuild(entry.network, "model")
     if not isinstance(network, nn.Module):
-        raise ValueError(f"Expected {entry.full_name} to describe a network but got {entry.network!r}.")
+        raise InvalidValueError(f"Expected {entry.full_name} to describe a network but got {entry.network!r}.")
     return network
 
 
@@ -174,7 +177,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"Expected {path} to hold tensors but got: {error}. Get it again.") from error
+        raise InvalidValueError(f"Expected {path} to hold tensors but got: {error}.", hint="Get it again.") from error
 
 
 def _with_head(network: Described, num_classes: int) -> nn.Module:
@@ -197,5 +200,5 @@ def _resized(description: dict[str, Any], outputs: int) -> dict[str, Any]:
     elif name := next((name for name in ("num_classes", "outputs") if name in arguments), None):
         arguments[name] = outputs
     else:
-        raise ValueError(f"Expected a network with a head but {description['class_path']} tells of none.")
+        raise InvalidValueError(f"Expected a network with a head but {description['class_path']} tells of none.")
     return {**description, "init_args": arguments}

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lightning_fcl.errors import InvalidValueError, MissingFileError
+from lightning_fcl.library_errors import first_line
 from lightning_fcl.zoo.entry import Entry
 
 
@@ -83,9 +85,15 @@ class Pretrained(nn.Module):
             shape = tuple(self.entry.shape)
             prepared = values[np.newaxis] if values.shape == shape else values
             if prepared.shape[1:] != shape or not len(prepared):
-                raise ValueError(f"Expected `x` of shape {shape}, or (n, ...) of several, but got {values.shape}.")
+                raise InvalidValueError(
+                    f"Expected `x` of shape {shape}, or (n, ...) of several, but got {values.shape}.",
+                    argument="x",
+                    value=values.shape,
+                )
             if prepared.dtype.kind == "f" and not np.isfinite(prepared).all():
-                raise ValueError("Expected `x` to be finite but got NaN or infinite values. Mend or drop them.")
+                raise InvalidValueError(
+                    "Expected `x` to be finite but got NaN or infinite values.", hint="Mend or drop them.", argument="x"
+                )
         tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(weight.device)
         return tensor.to(weight.dtype) if tensor.is_floating_point() else tensor
 
@@ -101,9 +109,10 @@ class Pretrained(nn.Module):
             ValueError: As there, or if the entry names no classes.
         """
         if not self.entry.classes:
-            raise ValueError(
-                f"Expected a network that names classes but {self.entry.name} gives features. Use `embed`, or give it "
-                "a head: lightning_fcl.create_model(name, pretrained=True, num_classes=...)."
+            raise InvalidValueError(
+                f"Expected a network that names classes but {self.entry.name} gives features.",
+                hint="Use `embed`, or give it a head: lightning_fcl.create_model(name, pretrained=True, "
+                "num_classes=...).",
             )
         rows = self.probabilities(self(self.prepare(x, rate, units))).tolist()
         predictions = []
@@ -140,7 +149,9 @@ def embed_samples(network: nn.Module, x: Tensor) -> Tensor:
     """Features of prepared samples, shape (n, features)."""
     embed = getattr(network, "embed", None)
     if embed is None:
-        raise ValueError(f"Expected a network that has features, by `embed(x)`, but {type(network).__name__} has none.")
+        raise InvalidValueError(
+            f"Expected a network that has features, by `embed(x)`, but {type(network).__name__} has none."
+        )
     features: Tensor = embed(x)
     return features.mean(dim=1) if features.dim() == 3 else features
 
@@ -156,7 +167,7 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
         Shape (n, ...), as `Pretrained.predict` takes it.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"Expected a CSV file at {path} but found none.")
+        raise MissingFileError(f"Expected a CSV file at {path} but found none.")
     try:
         lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         heading = bool(lines) and not any(map(_is_number, lines[0].split(",")))
@@ -164,8 +175,9 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
         if numbers := lines[heading:]:
             table = np.loadtxt(numbers, delimiter=",", quotechar='"', comments=None, ndmin=2)
     except ValueError as error:
-        raise ValueError(
-            f"Expected {path} to hold numbers, as many in each line, but got: {str(error)[:200]}. Mend that line."
+        raise InvalidValueError(
+            f"Expected {path} to hold numbers, as many in each line, but got: {first_line(error)}.",
+            hint="Mend that line.",
         ) from error
     shape, axes, channels = tuple(entry.shape), tuple[str, ...](), tuple[str, ...]()
     if entry.measurement is not None and "time" in entry.measurement.axes:
@@ -173,15 +185,16 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
     if axes and table.shape[1] == len(channels):
         steps = shape[axes.index("time")]
         if len(table) % steps:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected {path} to have {steps} lines for each sample but got {len(table)}, which leaves "
-                f"{len(table) % steps} over. Cut them."
+                f"{len(table) % steps} over.",
+                hint="Cut them.",
             )
         series = table.reshape(-1, steps, len(channels))
         return series if axes.index("time") == 0 else series.transpose(0, 2, 1)
     if table.shape[1] != prod(shape):
         or_so = f"{len(channels)} columns ({', '.join(channels)}), a line each time step, or " if channels else ""
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected {path} to have {or_so}{prod(shape)} columns, a line each sample, but got {table.shape[1]}."
         )
     return table.reshape(-1, *shape)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
-from lightning_fcl.errors import require
+from lightning_fcl.errors import InvalidValueError, require
 from lightning_fcl.evaluation.files import TemporaryFolder, inside, locked, write_whole, writing
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title, read_table
@@ -107,12 +107,17 @@ def publish(
     """
     check_name(name)
     if "://" in str(to):
-        raise ValueError(f"Expected `to` to be a folder but got {to}. Publish to a folder, then bring that there.")
+        raise InvalidValueError(
+            f"Expected `to` to be a folder but got {to}.",
+            hint="Publish to a folder, then bring that there.",
+            argument="to",
+            value=to,
+        )
     head = read_head(str(to)) if str(to).startswith("hf:") else None
     if head is not None and head.entry is not None and head.entry.name != name:
-        raise ValueError(
-            f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}. Publish to a repository of "
-            "its own."
+        raise InvalidValueError(
+            f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}.",
+            hint="Publish to a repository of its own.",
         )
     run = Path(run)
     results = read_results(run)
@@ -120,7 +125,7 @@ def publish(
     parts = with_checkpoint(read_parts([run / "config.yaml"], ["--data.seed", str(results["seed"])]), checkpoint)
     task = parts.model
     if not isinstance(task, MakesNetwork):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected a task that names classes, with `network()` and `gives`, but {type(task).__name__} has none."
         )
     stream: FederatedStream = parts.datamodule

@@ -17,7 +17,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_fcl.errors import did_you_mean, require
+from lightning_fcl.errors import (
+    ConnectionFailedError,
+    InvalidValueError,
+    MissingFileError,
+    UnknownNameError,
+    did_you_mean,
+    require,
+)
 from lightning_fcl.evaluation.files import (
     cache_folder,
     check_digest,
@@ -47,9 +54,9 @@ def from_hub(name: str, to_continue: bool) -> Path:
     """The folder of the files of a repository at a commit, such as ``"hf:organisation/repository@..."``."""
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is None:
-        raise ValueError(
-            f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {name!r}: what a branch holds "
-            "changes."
+        raise InvalidValueError(
+            f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {name!r}: what a branch "
+            "holds changes."
         )
     with _speaking(f"get {name}", "Check the name, or try again.") as hub:
         bring = partial(hub.hf_hub_download, parts["repository"], revision=parts["commit"])
@@ -64,7 +71,7 @@ def read_head(name: str) -> Head:
     """What a repository such as ``"hf:organisation/repository"`` holds now; it is made if it is not there."""
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is not None:
-        raise ValueError(f"Expected hf:organisation/repository to publish to but got {name!r}.")
+        raise InvalidValueError(f"Expected hf:organisation/repository to publish to but got {name!r}.")
     repository = parts["repository"]
     with _speaking(f"make or read {name}", _LOG_IN) as hub:
         api = hub.HfApi()
@@ -104,7 +111,7 @@ def _speaking(what: str, remedy: str) -> Iterator[Any]:
         except Exception as error:
             if isinstance(error, OSError) and error.errno:  # the disk's
                 raise
-            raise ConnectionError(f"Expected to {what} but got: {error}. {remedy}") from error
+            raise ConnectionFailedError(f"Expected to {what} but got: {error}. {remedy}") from error
 
 
 REGISTRY, LOCK = "registry.txt", ".registry.lock"
@@ -158,10 +165,10 @@ class Published:
                         check_digest(place / name, digest)
                     return place
         if not self.url:
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"Expected the files of {self.folder} in {own} but this installation does not have them: they are too "
-                "large to travel with the package, or their data's licence does not let them. Point LIGHTNING_FCL_ZOO "
-                "at the folder `zoo` of a checkout, or at a URL that serves it."
+                "large to travel with the package, or their data's licence does not let them.",
+                hint="Point LIGHTNING_FCL_ZOO at the folder `zoo` of a checkout, or at a URL that serves it.",
             )
         download(f"{self.url}/{self.folder}/{SUMS}", cached / SUMS, self.digest)
         for name, digest in read_files(cached).items():
@@ -172,8 +179,9 @@ class Published:
     def _entry(self, folder: Path) -> Entry:
         entry = read_entry(folder / CONFIG)
         if entry.folder != self.folder:
-            raise ValueError(
-                f"Expected the folder of {entry.full_name} to have its name but got {self.folder}. Ask its publisher."
+            raise InvalidValueError(
+                f"Expected the folder of {entry.full_name} to have its name but got {self.folder}.",
+                hint="Ask its publisher.",
             )
         return entry
 
@@ -219,8 +227,8 @@ def find(name: str) -> Published:
         if own := [one for one in registry if one.name == base and version in ("", str(one.version))]:
             return max(own, key=lambda one: one.version)
     hint = did_you_mean(base, list_models())
-    raise ValueError(
-        f"Expected the name of a published model but got {name!r}.{hint} `lightning-fcl zoo ls` lists them."
+    raise UnknownNameError(
+        f"Expected the name of a published model but got {name!r}.", hint=f"{hint} `lightning-fcl zoo ls` lists them."
     )
 
 
@@ -239,7 +247,7 @@ def registries() -> Iterator[list[Published]]:
     elif place and not remote:
         file = Path(place).expanduser() / REGISTRY
         if not file.is_file():
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"Expected LIGHTNING_FCL_ZOO to name a URL, or a folder with {REGISTRY}, but got {place}."
             )
         yield read_registry(file)
@@ -259,7 +267,9 @@ def read_registry(file: Path, url: str = "") -> list[Published]:
     digests = {name.removesuffix(f"/{SUMS}"): digest for name, digest in lines.items()}
     for folder in digests:
         if not _FOLDER.fullmatch(folder):
-            raise ValueError(f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}. Get it again.")
+            raise InvalidValueError(
+                f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}.", hint="Get it again."
+            )
         inside(file.parent, folder)
     return [Published(folder, digest, file.parent, url) for folder, digest in digests.items()]
 

@@ -23,7 +23,7 @@ from lightning_fcl.data.datasets.photographs import (
     load_tinyimagenet,
 )
 from lightning_fcl.data.datasets.sensors import load_ucihar, load_wesad
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import UnknownNameError, did_you_mean
 from lightning_fcl.hub.source import Source, data_root
 
 __all__ = ["Arrays", "check", "data_root", "describe", "fetch", "load_dataset"]
@@ -101,5 +101,5 @@ def _source(name: str) -> Source:
     if name not in SOURCES:
         known = ", ".join(f"`{entry}`" for entry in SOURCES)
         hint = did_you_mean(name.lower(), SOURCES, cutoff=0.5) or " Choose one of these."
-        raise ValueError(f"Expected the name of a data set, one of {known}, but got {name!r}.{hint}")
+        raise UnknownNameError(f"Expected the name of a data set, one of {known}, but got {name!r}.", hint=hint)
     return SOURCES[name]

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.errors import one_of
+from lightning_fcl.errors import InvalidValueError, MissingValueError, one_of
 
 _PIECE = 4096  # samples that are looked at together
 
@@ -61,9 +61,10 @@ class Arrays:
     def __post_init__(self) -> None:
         pixels, size = self.mean is not None or self.std is not None, len(self.x) if np.ndim(self.x) else 0
         if not size:
-            raise ValueError(
-                f"Expected `x` to hold at least one sample but got shape {self.x.shape}. Check that the files are not "
-                "empty."
+            raise InvalidValueError(
+                f"Expected `x` to hold at least one sample but got shape {self.x.shape}.",
+                hint="Check that the files are not empty.",
+                argument="x",
             )
         kinds = {"x": "uint8" if pixels else "float32", "y": "int64", "official_test": "bool"}
         kinds |= {"mean": "float32", "std": "float32", "client": "integers or text", "group": "integers or text"}
@@ -74,16 +75,21 @@ class Arrays:
             fits = column.dtype.kind in "iuU" if kind == "integers or text" else column.dtype == kind
             each = "" if name in ("x", "mean", "std") else f", one entry for each of {size} samples,"
             if not fits or (each and column.shape != (size,)):
-                raise ValueError(
-                    f"Expected `{name}` to hold {kind}{each} but got {column.dtype} of shape {column.shape}. Convert "
-                    "it, or read it from the same files as `x`."
+                raise InvalidValueError(
+                    f"Expected `{name}` to hold {kind}{each} but got {column.dtype} of shape {column.shape}.",
+                    hint="Convert it, or read it from the same files as `x`.",
+                    argument=name,
+                    value=column.dtype,
                 )
         wrong = np.flatnonzero((self.y < 0) | (self.y >= len(self.classes)))
         if wrong.size:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `y` to be between 0 and {len(self.classes) - 1}, a label for each of the "
                 f"{len(self.classes)} `classes`, but got {self.y[wrong[0]]} in sample {wrong[0]} (and {wrong.size} "
-                "such labels in all). Number the labels from 0, or name every class."
+                "such labels in all).",
+                hint="Number the labels from 0, or name every class.",
+                argument="y",
+                value=self.y[wrong[0]],
             )
         if pixels:
             check_scale(self.mean, self.std, self.x.shape[1:])
@@ -91,9 +97,12 @@ class Arrays:
         elif not all(np.isfinite(self.x[n : n + _PIECE]).all() for n in range(0, len(self.x), _PIECE)):
             per_sample = (~np.isfinite(self.x)).reshape(size, -1).sum(axis=1)
             bad = np.flatnonzero(per_sample)
-            raise ValueError(
-                f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {self.x[0].size} in "
-                f"sample {bad[0]} ({bad.size} of {size} samples have such values). Mend or drop these samples first."
+            raise InvalidValueError(
+                f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {self.x[0].size} "
+                f"in sample {bad[0]} ({bad.size} of {size} samples have such values).",
+                hint="Mend or drop these samples first.",
+                argument="x",
+                value=per_sample[bad[0]],
             )
 
     def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
@@ -106,16 +115,18 @@ def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tupl
     """Raise ValueError if a mean and a standard deviation cannot normalize samples of a shape."""
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
-            raise ValueError(f"Expected `mean` and `std`, but got no `{name}`. Pass both, or neither.")
+            raise MissingValueError(f"Expected `mean` and `std`, but got no `{name}`.", hint="Pass both, or neither.")
         broadcasts = values.ndim in (0, len(shape)) and all(
             n in (1, m) for n, m in zip(values.shape, shape, strict=False)
         )
         low = values.min() < 0 if name == "mean" else values.min() <= 0
         if not broadcasts or low or not np.isfinite(values).all():
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `{name}` to be finite, {'at least' if name == 'mean' else 'above'} 0, and of a shape that "
-                f"broadcasts to a sample, {shape}, but got {values.ravel().tolist()} of shape {values.shape}. For one "
-                f"value per channel of images, pass finite values of shape ({shape[0] if shape else 1}, 1, 1)."
+                f"broadcasts to a sample, {shape}, but got {values.ravel().tolist()} of shape {values.shape}.",
+                hint=f"For one value per channel of images, pass finite values of shape ({shape[0] if shape else 1}, "
+                "1, 1).",
+                argument=name,
             )
 
 
@@ -147,17 +158,19 @@ class Measurement:
     def __post_init__(self) -> None:
         one_of(("data", "sample", "person"), scaled_over=self.scaled_over)
         if len(self.axes) != len(self.shape) or self.axes.count("channel") != 1 or min(self.shape) < 1:
-            raise ValueError(
-                f'Expected `axes` to name each axis of `shape` {self.shape}, one "channel", but got {self.axes}.'
+            raise InvalidValueError(
+                f'Expected `axes` to name each axis of `shape` {self.shape}, one "channel", but got {self.axes}.',
+                argument="axes",
+                value=self.axes,
             )
         number = self.shape[self.axes.index("channel")]
         columns = {"channels": self.channels, "units": self.units}
         columns |= {name: getattr(self, name) for name in ("low", "high", "mean", "std")}
         for name, values in columns.items():
             if values is not None and len(values) != number:
-                raise ValueError(f"Expected one of `{name}` for each of {number} channels but got {values}.")
+                raise InvalidValueError(f"Expected one of `{name}` for each of {number} channels but got {values}.")
         if self.scaled_over == "data" and (self.mean is None or self.std is None or min(self.std) <= 0):
-            raise ValueError(
+            raise InvalidValueError(
                 f'Expected `mean` and `std`, above 0, with `scaled_over="data"` but got {self.mean} and {self.std}.'
             )
 
@@ -184,30 +197,56 @@ class Measurement:
         """
         values = np.asarray(x)
         if values.dtype.kind not in "biuf":
-            raise ValueError(f"Expected `x` to hold numbers but got {values.dtype}. Convert it.")
+            raise InvalidValueError(
+                f"Expected `x` to hold numbers but got {values.dtype}.",
+                hint="Convert it.",
+                argument="x",
+                value=values.dtype,
+            )
         values = values[np.newaxis] if values.shape == self.shape else values
         if values.shape[1:] != self.shape or not len(values):
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `x` of shape {self.shape} ({', '.join(self.axes)}), or (n, ...) of several, but got "
-                f"{values.shape}. Bring its axes into that order."
+                f"{values.shape}.",
+                hint="Bring its axes into that order.",
+                argument="x",
+                value=values.shape,
             )
         if rate is not None and self.rate is not None and abs(rate - self.rate) > 1e-3 * self.rate:
-            raise ValueError(f"Expected `rate` to be {self.rate:g} Hz but got {rate:g}. Resample the series.")
+            raise InvalidValueError(
+                f"Expected `rate` to be {self.rate:g} Hz but got {rate:g}.",
+                hint="Resample the series.",
+                argument="rate",
+                value=rate,
+            )
         given = [units] * len(self.units) if isinstance(units, str) else units
         if given is not None and tuple(given) != self.units:
-            raise ValueError(f"Expected `units` to be {', '.join(self.units)} but got {units}. Convert the values.")
+            raise InvalidValueError(
+                f"Expected `units` to be {', '.join(self.units)} but got {units}.",
+                hint="Convert the values.",
+                argument="units",
+                value=units,
+            )
         if not np.isfinite(values).all():
             wrong = int((~np.isfinite(values)).sum())
-            raise ValueError(f"Expected `x` to be finite but got {wrong} NaN or infinite values. Mend or drop them.")
+            raise InvalidValueError(
+                f"Expected `x` to be finite but got {wrong} NaN or infinite values.",
+                hint="Mend or drop them.",
+                argument="x",
+                value=wrong,
+            )
         channel = self.axes.index("channel") + 1
         for number, (name, unit) in enumerate(zip(self.channels, self.units, strict=True)):
             of = np.take(values, number, axis=channel)
             low, high = (bounds[number] if bounds else None for bounds in (self.low, self.high))
             ends = of.min(), of.max()
             if beyond := [v for v in ends if (low is not None and v < low) or (high is not None and v > high)]:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected `x` to have values of {name} between {low} and {high}{unit and f' {unit}'} but got "
-                    f"{beyond[-1]}. Convert it."
+                    f"{beyond[-1]}.",
+                    hint="Convert it.",
+                    argument="x",
+                    value=beyond[-1],
                 )
         if self.scaled_over == "data":
             along = [-1 if axis == "channel" else 1 for axis in self.axes]
@@ -216,9 +255,11 @@ class Measurement:
         if self.scaled_over == "sample":
             return z_score(values.astype(np.float64), others)
         if len(values) < 2:
-            raise ValueError(
-                f"Expected `x` to hold many samples of one person, by whose mean and deviation all are scaled, but got "
-                f"{len(values)}. Pass them together."
+            raise InvalidValueError(
+                "Expected `x` to hold many samples of one person, by whose mean and deviation all are scaled, but got "
+                f"{len(values)}.",
+                hint="Pass them together.",
+                argument="x",
             )
         return z_score(values.astype(np.float32), (0, *others))
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import SOURCES, in_range, numbered_paths, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import InvalidValueError, at_least
 
 _ORL = SOURCES["orl"]
 
@@ -93,9 +93,12 @@ def load_lfw(
     images: Iterable[NDArray[np.uint8]]
     if layout == "npz file":
         if min_faces < _NPZ_FACES:
-            raise ValueError(
-                f"Expected `min_faces` to be at least {_NPZ_FACES}, as {path} has no people with fewer images, but got "
-                f"{min_faces}. Pass {_NPZ_FACES} or more, or run {_LFW.command} for the original images."
+            raise InvalidValueError(
+                f"Expected `min_faces` to be at least {_NPZ_FACES}, as {path} has no people with fewer images, but "
+                f"got {min_faces}.",
+                hint=f"Pass {_NPZ_FACES} or more, or run {_LFW.command} for the original images.",
+                argument="min_faces",
+                value=min_faces,
             )
         wanted = {"X": ("pixels", ("images", *_NPZ_SHAPE)), "y": ("iu", ("images",)), "names": ("U", ("people",))}
         arrays = read_npz(path, wanted)
@@ -117,9 +120,12 @@ def _with_enough(owner: NDArray[np.str_], min_faces: int, path: Path) -> tuple[N
     """The people with enough images, in alphabetical order, and which images are theirs."""
     names, counts = np.unique(owner, return_counts=True)
     if counts.max() < min_faces:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `min_faces` to be at most {counts.max()}, the images of {names[counts.argmax()]}, who has most "
-            f"in {path}, but got {min_faces}. Pass a smaller number."
+            f"in {path}, but got {min_faces}.",
+            hint="Pass a smaller number.",
+            argument="min_faces",
+            value=min_faces,
         )
     chosen = names[counts >= min_faces]
     return chosen, np.isin(owner, chosen)

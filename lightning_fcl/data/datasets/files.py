@@ -15,6 +15,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.hub.documents import AGAIN, check_members, check_size, ensure, reading
 from lightning_fcl.hub.source import Source
 
@@ -65,7 +66,7 @@ def read_npz(path: Path, wanted: Wanted, remedy: str = AGAIN) -> dict[str, NDArr
     """
     arrays = read_arrays(path, wanted, remedy)
     if missing := [name for name in wanted if name not in arrays]:
-        raise ValueError(f"Expected {path} to hold an array {missing[0]!r} but it does not. {remedy}")
+        raise InvalidValueError(f"Expected {path} to hold an array {missing[0]!r} but it does not. {remedy}")
     check_arrays(path, arrays, wanted, remedy)
     return arrays
 
@@ -85,21 +86,24 @@ def check_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], wanted: Wanted,
         elif kinds == "pixels" and (dtype != np.uint8 or not len(arrays[name])):
             problem = f"uint8 images but got {len(arrays[name])} of {dtype}"
         if problem:
-            raise ValueError(f"Expected `{name}` of {path} to hold {problem}. {remedy}")
+            raise InvalidValueError(f"Expected `{name}` of {path} to hold {problem}. {remedy}", argument=name)
 
 
 def check_subset(name: str, given: Sequence[str], known: Iterable[str]) -> None:
     """Refuse what is no list of different names among the known ones."""
     if isinstance(given, str) or not given or len(set(given)) < len(given) or not set(given) <= set(known):
-        raise ValueError(
-            f"Expected `{name}` to be different names among {', '.join(known)} but got {given!r}. Pass a list of some."
+        raise InvalidValueError(
+            f"Expected `{name}` to be different names among {', '.join(known)} but got {given!r}.",
+            hint="Pass a list of some.",
+            argument=name,
+            value=given,
         )
 
 
 def in_range(values: NDArray[Any], high: int, name: str, remedy: str = AGAIN) -> NDArray[np.int64]:
     """Whole numbers, int64, if they are between 0 and a number."""
     for place in np.flatnonzero((values < 0) | (values > high)):
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected {name} to be between 0 and {high} but got {values[place]} in sample {place}. {remedy}"
         )
     return values.astype(np.int64)
@@ -111,7 +115,7 @@ def read_lines(path: Path, remedy: str) -> list[str]:
         check_size(TEXT * path.stat().st_size)
         found = [line.rstrip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     if not found:
-        raise ValueError(f"Expected {path} to have lines but it is empty. {remedy}")
+        raise InvalidValueError(f"Expected {path} to have lines but it is empty. {remedy}")
     return found
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_fcl.data.datasets.arrays import Arrays, Sensor
 from lightning_fcl.data.datasets.files import SOURCES, check_subset, in_range
 from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
-from lightning_fcl.errors import at_least, require
+from lightning_fcl.errors import InvalidValueError, at_least, require
 from lightning_fcl.hub.documents import check_size, reading
 
 if TYPE_CHECKING:
@@ -83,9 +83,12 @@ def load_hhar(
         options = {"devices": (devices, None), "features": (features, "raw"), "normalize": (normalize, "user")}
         for name, (got, wanted) in options.items():
             if got != wanted:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected `{name}` to be {wanted!r} but got {got!r}: {path} holds windows of one phone's "
-                    "accelerometer that are scaled per user already. Use the publishers' CSV files."
+                    "accelerometer that are scaled per user already.",
+                    hint="Use the publishers' CSV files.",
+                    argument=name,
+                    value=got,
                 )
         chunk = _WINDOW if chunk is None else chunk
         arrays, chunks = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, _HHAR.remedy), _WINDOW // chunk

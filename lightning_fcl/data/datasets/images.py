@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Reach
-from lightning_fcl.errors import require
+from lightning_fcl.errors import InvalidValueError, require
 from lightning_fcl.evaluation.files import cache_folder, write_whole
 from lightning_fcl.hub.documents import check_size, ensure, reading
 
@@ -33,9 +33,11 @@ _FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 def check_faces(size: Sequence[int]) -> None:
     # A bool is an int to Python, hence `type`.
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
-        raise ValueError(
-            f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}. Pass, for example, "
-            "(64, 48)."
+        raise InvalidValueError(
+            f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}.",
+            hint="Pass, for example, (64, 48).",
+            argument="size",
+            value=size,
         )
 
 

@@ -22,7 +22,7 @@ from lightning_fcl.data.datasets.files import (
     read_pickle,
 )
 from lightning_fcl.data.datasets.images import Scale, photographs, read_image, resize_all, resize_all_once
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import InvalidValueError, MissingValueError, at_least
 from lightning_fcl.evaluation.files import inside
 from lightning_fcl.hub.documents import ensure, reading
 
@@ -137,7 +137,7 @@ def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
     most = max(len(images) for images in train)
     for one, images in zip(folders, train, strict=True):
         if not images or len(images) < most:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected {one} to hold {most or 500} images, as the other classes do, but got {len(images)}: the "
                 f"archive is not wholly unpacked. {_TINY_IMAGENET.remedy}"
             )
@@ -245,9 +245,10 @@ def _mini_from_npz(path: Path) -> tuple[list[str], NDArray[np.bool_], Iterator[N
     webp, offsets, wnids = arrays["webp"], arrays["offsets"].astype(np.int64), arrays["wnids"]
     bounds = [0, *offsets[1:-1].tolist(), len(webp)]
     if offsets.tolist() != bounds or len(bounds) != len(arrays["y"]) + 1 or (np.diff(offsets) < 0).any():
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `offsets` of {path} to cut the {len(webp)} bytes of `webp` into {len(arrays['y'])} images but "
-            f"got {len(offsets)} bounds from {bounds[0]} to {offsets[-1]}. {_REMEDY}"
+            f"got {len(offsets)} bounds from {bounds[0]} to {offsets[-1]}. {_REMEDY}",
+            argument="offsets",
         )
     label, files = in_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY), arrays["files"]
     images = (
@@ -329,7 +330,7 @@ def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:
                 found[session, thing] = frames
     for session, thing in product(*(sorted(set(column)) for column in zip(*found, strict=True))) if found else [(1, 1)]:
         if (session, thing) not in found:
-            raise ValueError(
+            raise MissingValueError(
                 f"Expected {folder / f's{session}' / f'o{thing}'} to hold frames such as "
                 f"`C_{session:02d}_{thing:02d}_000.png` but got none: the archive is not wholly unpacked. "
                 f"{_CORE50.remedy}"

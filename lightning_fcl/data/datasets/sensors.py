@@ -21,7 +21,7 @@ from lightning_fcl.data.datasets.files import (
     read_pickle,
 )
 from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import InvalidValueError, at_least
 from lightning_fcl.hub.documents import check_members, check_size, ensure, reading
 
 _FOLDER = "UCI HAR Dataset"
@@ -207,9 +207,11 @@ def load_wesad(
     at_least(1, chunk=chunk)
     layout, path = _WESAD.find(root)
     if device == "chest" and layout != "pickles":
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `device` to be 'wrist' with the {layout} in {path} but got 'chest', which only the publishers' "
-            "pickles hold (S2/S2.pkl and so on). Get these, or pass device='wrist'."
+            "pickles hold (S2/S2.pkl and so on).",
+            hint="Get these, or pass device='wrist'.",
+            argument="device",
         )
     data = chunked(_recordings(layout, path, device, chunk), chunk, normalize, _CONDITIONS, path, "condition")
     return replace(data, measurement=measured_series(chunk, normalize, _SENSORS[device], float(_RATE[device])))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Sensor, z_score
 from lightning_fcl.data.datasets.files import read_npz
+from lightning_fcl.errors import InvalidValueError
 
 Scale = Literal["user", "none"]
 
@@ -55,9 +56,11 @@ def chunked(
         y += [label for (_, label), chunks in zip(recording.stretches, cut, strict=True) for _ in chunks]
         owners.append((recording.client, recording.group))
     if not x:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `chunk` to be at most {most}, the time steps of the longest {longest} in {path}, but got "
-            f"{chunk}. {remedy}"
+            f"{chunk}. {remedy}",
+            argument="chunk",
+            value=chunk,
         )
     (clients, groups), number = zip(*owners, strict=True), list(map(len, x))
     group = None if groups[0] is None else np.repeat(groups, number)
@@ -82,9 +85,11 @@ def read_windows(
     ``shape`` is the numbers of features and of steps; ``columns`` the kinds of dtype of further arrays of shape (n,).
     """
     if shape[1] % chunk:
-        raise ValueError(
-            f"Expected `chunk` to divide {shape[1]}, the time steps of a window in {path}, but got {chunk}. Pass, for "
-            "example, 32, or use a layout with whole recordings."
+        raise InvalidValueError(
+            f"Expected `chunk` to divide {shape[1]}, the time steps of a window in {path}, but got {chunk}.",
+            hint="Pass, for example, 32, or use a layout with whole recordings.",
+            argument="chunk",
+            value=chunk,
         )
     wanted = {name: (kinds, ("n",)) for name, kinds in {"y": "iu", **columns}.items()}
     arrays = read_npz(path, {"X": ("f", ("n", *shape)), **wanted}, remedy)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_fcl.data.scenarios.incremental import ClassIncremental, plan_of
 from lightning_fcl.data.scenarios.scenario import EMPTY, MOST_ROUNDS, IntArray, Plan, Pool, Scenario, named
-from lightning_fcl.errors import argument, at_least, between
+from lightning_fcl.errors import InvalidValueError, argument, at_least, between
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,10 @@ class Online(Scenario):
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         plan = _inner(self.of).plan(pool, seed)
         if plan.history != "round":
-            raise ValueError(
-                f'Expected the scenario of `Online` to have the history "round", as no sample comes twice, but got '
-                f'"{plan.history}". Leave it out.'
+            raise InvalidValueError(
+                'Expected the scenario of `Online` to have the history "round", as no sample comes twice, but got '
+                f'"{plan.history}".',
+                hint="Leave it out.",
             )
         train: list[dict[str, IntArray]] = [{} for _ in plan.train]
         for place, client in enumerate(plan.clients):
@@ -219,8 +220,10 @@ def _classes_of(pool: Pool, experiences: int) -> IntArray:
     """Return the classes of the clients' samples, at least as many as there are experiences."""
     classes = np.unique(pool.y[np.concatenate(list(pool.clients.values()))])
     if len(classes) < experiences:
-        raise ValueError(
-            f"Expected `experiences` to be at most the number of classes, {len(classes)}, but got {experiences}."
+        raise InvalidValueError(
+            f"Expected `experiences` to be at most the number of classes, {len(classes)}, but got {experiences}.",
+            argument="experiences",
+            value=experiences,
         )
     return classes
 

@@ -21,7 +21,16 @@ from lightning_fcl.data.scenarios.scenario import (
     number_order,
     with_history,
 )
-from lightning_fcl.errors import argument, at_least, between, check_clients, one_of, require
+from lightning_fcl.errors import (
+    InvalidValueError,
+    MissingValueError,
+    argument,
+    at_least,
+    between,
+    check_clients,
+    one_of,
+    require,
+)
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -124,8 +133,9 @@ class DomainIncremental(Scenario):
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         rng = np.random.default_rng([seed, 1])
         if pool.group is None:
-            raise ValueError(
-                "Expected `group`, the domain of every sample, for a domain-incremental stream but got None."
+            raise InvalidValueError(
+                "Expected `group`, the domain of every sample, for a domain-incremental stream but got None.",
+                argument="group",
             )
         parts, tasks = {}, dict[str, Groups]()
         for client, indices in pool.clients.items():
@@ -166,9 +176,11 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
     even = isinstance(experiences, int)
     sizes = [len(classes) // max(experiences, 1)] * experiences if isinstance(experiences, int) else list(experiences)
     if sum(sizes) != len(classes) or min(sizes, default=0) < 1:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected `experiences` to divide, or to add up to, the number of classes, {len(classes)}, but got "
-            f"{experiences}."
+            f"{experiences}.",
+            argument="experiences",
+            value=experiences,
         )
     if len(sizes) == 1:
         return [tuple(classes.tolist())]
@@ -231,9 +243,11 @@ def plan_of(
             continue
         for client, samples in there.items():
             if len(samples) < each * number:
-                raise ValueError(
+                raise InvalidValueError(
                     f"Expected `samples_per_round` to leave enough samples for {each} rounds of experience "
-                    f"{experience} of client {client}, which has {len(samples)}, but got {number}."
+                    f"{experience} of client {client}, which has {len(samples)}, but got {number}.",
+                    argument="samples_per_round",
+                    value=number,
                 )
         pieces = {client: samples[: each * number].reshape(each, number) for client, samples in there.items()}
         train += [{client: _ascending(own[round]) for client, own in pieces.items()} for round in range(each)]
@@ -256,7 +270,11 @@ def _ascending(samples: IntArray) -> IntArray:
 
 def _require_one_order(name: str, order: Order, per_client: bool) -> None:
     if per_client and order is not None:
-        raise ValueError(f"Expected `{name}` or `order_per_client=True` but got both, with {order}. Leave one out.")
+        raise InvalidValueError(
+            f"Expected `{name}` or `order_per_client=True` but got both, with {order}.",
+            hint="Leave one out.",
+            argument=name,
+        )
 
 
 def _order_of(
@@ -266,6 +284,10 @@ def _order_of(
     if isinstance(order, Mapping):
         check_clients(f"`{argument}`", order, clients)
         if client not in order:
-            raise ValueError(f"Expected `{argument}` to have an order for client {client} but got none. Add it.")
+            raise MissingValueError(
+                f"Expected `{argument}` to have an order for client {client} but got none.",
+                hint="Add it.",
+                argument=argument,
+            )
         order = order[client]
     return None if order is None else number_order(order, names, argument, present)

@@ -19,7 +19,7 @@ from lightning_fcl.data.scenarios.scenario import (
     number_order,
     with_history,
 )
-from lightning_fcl.errors import argument, at_least, between
+from lightning_fcl.errors import InvalidValueError, argument, at_least, between
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,17 @@ class FLwFScenario(Scenario):
             current = {}
             for client, sequence in tasks.items():
                 if self.rounds % len(sequence):
-                    raise ValueError(f"Expected `rounds` to be a multiple of client {client}'s {len(sequence)} tasks.")
+                    raise InvalidValueError(
+                        f"Expected `rounds` to be a multiple of client {client}'s {len(sequence)} tasks.",
+                        argument="rounds",
+                    )
                 experiences[client].append(r * len(sequence) // self.rounds)
                 labels = sequence[experiences[client][-1]]
                 if self.samples_per_round % len(labels):
-                    raise ValueError(f"Expected `samples_per_round` to be a multiple of {len(labels)} classes.")
+                    raise InvalidValueError(
+                        f"Expected `samples_per_round` to be a multiple of {len(labels)} classes.",
+                        argument="samples_per_round",
+                    )
                 current[client] = self._draw(left, labels, self.samples_per_round // len(labels))
             train.append(current)
         return Plan(
@@ -91,9 +97,10 @@ class FLwFScenario(Scenario):
         for label in labels:
             rows = left.get(label, EMPTY)
             if len(rows) < number:
-                raise ValueError(
-                    f"Expected at least {number - len(rows)} more samples of class {label}. Lower `rounds`, "
-                    f"`samples_per_round` ({self.samples_per_round}), `test_per_class` or `pretrain_per_class`."
+                raise InvalidValueError(
+                    f"Expected at least {number - len(rows)} more samples of class {label}.",
+                    hint=f"Lower `rounds`, `samples_per_round` ({self.samples_per_round}), `test_per_class` or "
+                    "`pretrain_per_class`.",
                 )
             drawn.append(rows[:number])
             left[label] = rows[number:]
@@ -143,10 +150,12 @@ class ODFCLScenario(Scenario):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.people <= self.base or (self.people - self.base) % self.sessions:
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `people` to leave as many classes for each of {self.sessions} sessions but got "
-                f"{self.people}, {self.base} of them in the base session. Set `people` to {self.base} and a multiple "
-                "of `sessions`."
+                f"{self.people}, {self.base} of them in the base session.",
+                hint=f"Set `people` to {self.base} and a multiple of `sessions`.",
+                argument="people",
+                value=self.people,
             )
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
@@ -208,9 +217,9 @@ def _draw_people(
     classes, counts = np.unique(y, return_counts=True)
     enough = classes[counts >= train + test]
     if len(enough) < people:
-        raise ValueError(
-            f"Expected at least {people} people with {train + test} samples but the data set has {len(enough)}. Lower "
-            "`people`, `train_per_class` or `test_per_class`."
+        raise InvalidValueError(
+            f"Expected at least {people} people with {train + test} samples but the data set has {len(enough)}.",
+            hint="Lower `people`, `train_per_class` or `test_per_class`.",
         )
     drawn = rng.permutation(enough)[:people]
     parts: dict[str, list[IntArray]] = {"train": [], "test": [], "validation": []}
@@ -281,9 +290,10 @@ class FedViTScenario(Scenario):
         between(smallest, 1, share=largest)
         labels, counts = np.unique(pool.y[pool.train], return_counts=True)
         if np.rint(smallest * counts.min()) < 1:
-            raise ValueError(
-                f"Expected the smallest `share` to leave a client one sample of every class but got {smallest} of "
-                f"the {counts.min()} training samples of class {labels[counts.argmin()]}. Raise `share`."
+            raise InvalidValueError(
+                f"Expected the smallest `share` to leave a client one sample of every class but got {smallest} of the "
+                f"{counts.min()} training samples of class {labels[counts.argmin()]}.",
+                hint="Raise `share`.",
             )
         clients = [str(client) for client in range(self.clients)]
         draws = [
@@ -334,12 +344,18 @@ def _blocks(
 ) -> Blocks:
     classes = np.unique(y).tolist()
     if not classes or len(classes) % tasks:
-        raise ValueError(
-            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}. Change it."
+        raise InvalidValueError(
+            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}.",
+            hint="Change it.",
+            argument="tasks",
+            value=tasks,
         )
     if isinstance(order, str) and order != "ascending":
-        raise ValueError(
-            f'Expected `class_order` to be "ascending" or a list of classes but got {order!r}. Leave it out.'
+        raise InvalidValueError(
+            f'Expected `class_order` to be "ascending" or a list of classes but got {order!r}.',
+            hint="Leave it out.",
+            argument="class_order",
+            value=order,
         )
     if order is None:
         numbers = np.random.default_rng([seed, 4]).permutation(classes).tolist()

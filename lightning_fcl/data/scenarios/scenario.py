@@ -13,7 +13,14 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fcl.errors import check_fields, did_you_mean, listed
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UnknownNameError,
+    check_fields,
+    did_you_mean,
+    listed,
+)
 from lightning_fcl.randomness import Keys, name_keys
 
 IntArray = npt.NDArray[np.int64]
@@ -229,7 +236,7 @@ class Scenario(ABC):
 def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     """Split samples into the rest and a stratified random ``fraction`` of each class."""
     if not 0 <= fraction < 1:
-        raise ValueError(f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.")
+        raise InvalidValueError(f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.")
     part = [rng.permutation(np.flatnonzero(y == c))[: round(fraction * int((y == c).sum()))] for c in np.unique(y)]
     chosen = np.sort(np.concatenate(part)) if part else EMPTY
     rest = np.ones(len(y), dtype=np.bool_)
@@ -248,7 +255,9 @@ def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tup
     if history == "round":
         return tuple(rounds)
     if history not in ("seen", "all"):
-        raise ValueError(f'Expected `history` to be "round", "seen" or "all" but got `{history}`.')
+        raise InvalidValueError(
+            f'Expected `history` to be "round", "seen" or "all" but got `{history}`.', argument="history"
+        )
     result = []
     for r, current in enumerate(rounds):
         window = rounds[: r + 1] if history == "seen" else rounds
@@ -271,7 +280,9 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
             well as positions, with different results.
     """
     if isinstance(order, str):
-        raise TypeError(f'Expected `{argument}` to be a list of names or numbers but got "{order}".')
+        raise InvalidTypeError(
+            f'Expected `{argument}` to be a list of names or numbers but got "{order}".', argument=argument
+        )
     place = {name: number for number, name in enumerate(names)}
     by_name = [place.get(str(entry), -1) for entry in order]
     by_position = [
@@ -285,16 +296,27 @@ def number_order(order: Sequence[int | str], names: Sequence[str], argument: str
     ]
     if len(possible) == 2 and by_position != by_name:
         first = ", ".join(f'"{entry}"' for entry in order[:3])
-        raise ValueError(
-            f"Expected `{argument}` to have one meaning, but got {list(order)}, which can be names or positions in the "
-            f"list of names ({listed(names)}). Write names as text, as in [{first}, ...]."
+        raise InvalidValueError(
+            f"Expected `{argument}` to have one meaning, but got {list(order)}, which can be names or positions in "
+            f"the list of names ({listed(names)}).",
+            hint=f"Write names as text, as in [{first}, ...].",
+            argument=argument,
         )
     if not possible and -1 in by_position:
         entry = order[by_position.index(-1)]
         known = f"{', '.join(names)}, or their positions from 0 to {len(names) - 1}," if names else "whole numbers"
-        raise ValueError(f"Expected `{argument}` to contain {known} but got {entry}.{did_you_mean(entry, names)}")
+        raise UnknownNameError(
+            f"Expected `{argument}` to contain {known} but got {entry}.",
+            hint=did_you_mean(entry, names),
+            argument=argument,
+            value=entry,
+        )
     if not possible:
-        raise ValueError(f"Expected `{argument}` to order all of {list(present)} but got {by_position}.")
+        raise InvalidValueError(
+            f"Expected `{argument}` to order all of {list(present)} but got {by_position}.",
+            argument=argument,
+            value=by_position,
+        )
     return possible[0]
 
 

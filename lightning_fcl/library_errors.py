@@ -1,0 +1,47 @@
+"""Errors of other libraries that have no class of their own, told apart by their text: here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+
+class LibraryError(Enum):
+    """A kind of error of another library. Its value is the pattern of its text."""
+
+    # torch
+    WORKER_ENDED = r"DataLoader worker \(pid.*\) exited unexpectedly"
+    ONE_SAMPLE = "Expected more than 1 value per channel when training"
+    VMAP_RANDOM = "vmap: .*randomness"
+    VMAP_ITEM = r"vmap: .*\.item\(\)"
+    VMAP_BRANCH = "data-dependent control flow"
+    NO_TORCH_DEVICE = r"(?s)^(.*(?:backend found|torch_xla).*)$"
+    # Lightning
+    UNKNOWN_PLUGIN = r"^(You selected an invalid (\w+) name: `\w+='(\w+)'`\.)"
+    UNKNOWN_METRIC = (
+        r"(?s)(?:conditioned on metric `|monitor=')(?P<name>.*?)['`]\)?`? (?:which is not|could not find)(?P<known>.*)"
+    )
+    SEED_BOUNDS = r"(-?\d+) is not in bounds, numpy accepts from 0 to (\d+)"
+    SAME_CALLBACKS = r"more than one stateful callback of type `(\w+)`"
+    DEVICES = "`devices` selected with"
+
+
+def match_error(error: BaseException, kind: LibraryError) -> re.Match[str] | None:
+    """Return the match of an error's text with the pattern of a kind, or None."""
+    return re.search(kind.value, str(error))
+
+
+def first_line(error: BaseException, length: int = 200) -> str:
+    r"""Return the first line of an error's text for a message, at most ``length`` characters.
+
+    Example:
+        >>> first_line(ValueError("the first line\nthe second line")), first_line(KeyError())
+        ('the first line', 'KeyError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0][:length] if lines else type(error).__name__
+
+
+def one_line(error: BaseException, length: int = 500) -> str:
+    """Return an error's text as one line without a period at its end, at most ``length`` characters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:length].rstrip(".")
