@@ -319,7 +319,8 @@ def check_arguments(make: Callable[Parameters, Value]) -> Callable[Parameters, V
         ... def train(batch_size: int = 32) -> None: ...
         >>> train(batch_size="16")
         Traceback (most recent call last):
-        lightning_fcl.errors.InvalidTypeError: Expected `batch_size` to be a whole number, but got "16". Use `batch_size=16`.
+        lightning_fcl.errors.InvalidTypeError: \
+Expected `batch_size` to be a whole number, but got "16". Use `batch_size=16`.
     """
     parameters = signature(make)
 

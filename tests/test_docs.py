@@ -45,6 +45,7 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
     """In order, as printed; a recipe becomes a file of the name in its first line, or is resolved."""
     from lightning_fcl.cli.main import main
     from lightning_fcl.running.fit import resolve_recipe
+    from lightning_fcl.running.recipe import Recipe
 
     monkeypatch.chdir(tmp_path)
     blocks = BLOCK.findall(path.read_text())
@@ -58,7 +59,7 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
             (tmp_path / name[1]).write_text(code)
         elif language == "yaml":
             (tmp_path / "recipe.yaml").write_text(code)
-            assert resolve_recipe(["fit", "--config", "recipe.yaml"])["recipe"]["row"] in code
+            assert resolve_recipe(Recipe((Path("recipe.yaml"),)))["recipe"]["row"] in code
         elif path in COMMANDS:
             for line in code.splitlines():
                 try:

@@ -91,9 +91,10 @@ def test_a_name_that_is_not_there_is_no_attribute():
 
 def test_short_class_names_are_found_in_recipes():
     from lightning_fcl.running.fit import resolve_recipe
+    from lightning_fcl.running.recipe import Recipe
 
-    words = ["fit", "--model=Classifier", "--model.num_classes=6", "--model.model=HARCNN"]
-    recipe = resolve_recipe([*words, "--trainer.callbacks+=FLwF2T"])
+    words = ["--model=Classifier", "--model.num_classes=6", "--model.model=HARCNN"]
+    recipe = resolve_recipe(Recipe.of_words([*words, "--trainer.callbacks+=FLwF2T"]))
     found = [recipe["model"], recipe["model"]["init_args"]["model"], recipe["trainer"]["callbacks"][0]]
     assert [entry["class_path"].rsplit(".", 1)[1] for entry in found] == ["Classifier", "HARCNN", "FLwF2T"]
 

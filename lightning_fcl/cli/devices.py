@@ -44,15 +44,14 @@ class DeviceReport(Command):
         from lightning_fcl.models.quantization import fold_batchnorm
         from lightning_fcl.running.parts import read_parts
 
-        names, shape = [*options.recipes, *options.config], tuple[int, ...]()
+        shape = tuple[int, ...]()
         if options.input is not None:
             shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
             if min(shape) < 1:
                 raise InvalidValueError(
                     f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {options.input}."
                 )
-        recipe = find_recipes(names)
-        parts = read_parts(recipe.configs, recipe.fit_words)
+        parts = read_parts(find_recipes([*options.recipes, *options.config]))
         if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
             fold_batchnorm(parts.model)  # as the callback does before the first round
         samples, nodes = options.samples, options.nodes
@@ -71,7 +70,7 @@ class DeviceReport(Command):
             profile=options.profile,
             link=options.link,
         )
-        report = {"recipes": names, **report}
+        report = {"recipes": [*options.recipes, *options.config], **report}
         text = report_text(report)
         print(text)
         if options.out is not None:
@@ -172,7 +171,7 @@ class Deploy(Command):
                                                           --isolation process; takes flower-superexec's arguments
     """
 
-    passes_on = True
+    takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("what", choices=("flower", "split", "executor"))
@@ -195,14 +194,13 @@ class Deploy(Command):
         from lightning_fcl.running.fit import resolve_recipe
         from lightning_fcl.running.parts import read_parts
 
-        recipe = find_recipes(options.recipes)
+        recipe = find_recipes(options.recipes).with_layers(*options.layers)
         if options.what == "flower":
             from lightning_fcl.deployment.flower import write_app
 
-            resolved = resolve_recipe(["fit", *recipe.command_words, *options.more])
-            files = write_app(resolved, out, Path(options.recipes[-1]).stem, options.publisher)
+            files = write_app(resolve_recipe(recipe), out, Path(options.recipes[-1]).stem, options.publisher)
         else:
             from lightning_fcl.deployment.own_data import write_split
 
-            files = write_split(read_parts(recipe.configs, [*recipe.fit_words, *options.more]).datamodule, out)
+            files = write_split(read_parts(recipe).datamodule, out)
         print("\n".join(map(str, files)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import shlex
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Sequence
 from importlib import import_module
-from itertools import chain, count, takewhile
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.hub.checkpoint import checkpoint_of_run
 from lightning_fcl.hub.documents import read_yaml
-from lightning_fcl.running.rows import Row, find_recipe, find_recipes, read_recipe_file
+from lightning_fcl.running.recipe import Recipe, read_recipe_file
+from lightning_fcl.running.rows import Row, find_recipe, find_recipes
 
 _HELPED = [
     "lightning_fcl",
@@ -41,12 +42,13 @@ class Fit(Command):
       lightning-fcl fit --print_config        a recipe with every default
     """
 
-    passes_on = True
+    takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.allow_abbrev = False  # `--model` is none of `--model.pretrained`
-        parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="CLASS", help="this, or what a class does")
         add = parser.add_argument
+        add("-h", "--help", nargs="?", action=_Help, metavar="CLASS", help="this, or what a class does")
+        add("--help.all", dest="help_all", action="store_true", help="every argument of the Trainer, model and data")
+        add("--print_config", nargs="?", const="", metavar="FLAGS", help="print the recipe with every default, and end")
         add(
             "recipes",
             nargs="*",
@@ -55,54 +57,64 @@ class Fit(Command):
         )
         add("--config", action="append", default=[], metavar="RECIPE", help="the same")
         add("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
-        add("--seed_everything", type=int, metavar="SEED", help="seed of everything (default: 0)")
+        add("--seed_everything", metavar="SEED", help="seed of everything (default: 0)")
         add("--ckpt_path", default="", metavar="FILE", help="checkpoint to continue from")
         add("--model.pretrained", dest="pretrained", metavar="NAME", help="network of the zoo in place of the recipe's")
 
     def run(self, options: Namespace) -> None:
-        recipes, words = words_of(options)
-        if len(recipes) == 1 and Path(recipes[0]).is_dir():
-            words = [*words_of_run(Path(recipes[0]), options.ckpt_path), *words]
-            print(f"goes on from {words[1]}")
-            _fit(words)
+        if options.help_all:
+            print_help("fit")
+        chosen = {"seed_everything": options.seed_everything, "ckpt_path": options.ckpt_path}
+        if len(options.recipes) == 1 and is_run(Path(options.recipes[0])):
+            recipe = recipe_of_run(Path(options.recipes[0]), options)
+            print(f"goes on from {recipe.content()['ckpt_path']}")
+        else:
+            recipe = find_recipes(options.recipes).with_layers(*options.layers)
+            recipe = recipe.with_values({name: value for name, value in chosen.items() if value})
+            if options.pretrained:
+                recipe = recipe.with_values(_published(options.pretrained))
+            if options.out:
+                recipe = recipe.with_values({"out": options.out})
+            if not options.ckpt_path and options.print_config is None:
+                recipe = recipe.with_values({"out": str(_free_folder(recipe, options))})
+        with many_imports():  # after what may be refused without them
+            from lightning_fcl.running.fit import FitCLI, resolved_text, run
+        if options.print_config is not None:
+            print(resolved_text(recipe, list(filter(None, options.print_config.split(",")))), end="")
             return
-        words = [*find_recipes(recipes).command_words, *words]
-        if options.pretrained:
-            words = _with_published(words)
-        if not options.ckpt_path and not {"--print_config", "--help"} & {*words}:
-            words += ["--out", str(_free_folder([*recipes, *options.config], options.out))]
-        _fit(words)
+        done = run("fit", recipe, FitCLI)
+        if done.leaves_results:
+            print(_end(done.out))
 
 
-def words_of(options: Namespace) -> tuple[list[str], list[str]]:
-    """The recipes that a command line begins with, and its other words, once the recipes among these are looked at."""
-    for recipe in options.config:
-        read_recipe_file(Path(recipe))  # before anything heavy is imported
-    recipes = [*takewhile(lambda word: not word.startswith("-"), options.words)]
-    return recipes, [word.replace("--help.all", "--help") for word in options.words[len(recipes) :]]
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is one that a fit has written to."""
+    return folder.is_dir() and (folder / CONFIG).is_file()
 
 
-def words_of_run(folder: Path, checkpoint: str) -> list[str]:
-    """The words for a run's recipe, its folder, and its newest checkpoint unless another one is given."""
-    place = ["--config", str(folder / CONFIG), "--out", str(folder)]
-    return ["--ckpt_path", checkpoint or str(checkpoint_of_run(folder)), *place]
+def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
+    """The recipe of a run, its folder, its newest checkpoint unless another one is given, and what goes over them."""
+    checkpoint = options.ckpt_path or str(checkpoint_of_run(folder))
+    recipe = Recipe((folder / CONFIG,)).with_values({"ckpt_path": checkpoint, "out": str(folder)})
+    return recipe.with_layers(*options.layers)
 
 
-def _fit(words: Sequence[str]) -> None:
-    with many_imports():  # after what may be refused without them
-        from lightning_fcl.running.fit import FitCLI, run
-    done = run(["fit", *words], FitCLI)
-    if done.leaves_results:
-        print(_end(done.out))
+def print_help(command: str) -> None:
+    """Print every argument that a command takes, and end."""
+    with many_imports():
+        from lightning_fcl.running.fit import FederatedCLI
+    FederatedCLI(program="lightning-fcl", args=[command, "--help"], trainer_defaults=None)
 
 
-def _free_folder(recipes: Sequence[str], out: str | None) -> Path:
+def _free_folder(recipe: Recipe, options: Namespace) -> Path:
     """The folder of the results, or where it holds another run, the first that is free with a number behind."""
+    out = options.out
     if not out:
-        said = [read_recipe_file(Path(one)) for one in recipes if Path(one).is_file()]
-        outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
-        outs += [str(run) for one in recipes if (run := run_of(Path(one)))]
-        names = [Path(one).stem if Path(one).is_file() else one.replace("@", "-") for one in recipes]
+        given = [*map(Path, options.recipes), *(layer for layer in options.layers if isinstance(layer, Path))]
+        files = [file for file in given if file.is_file()]
+        outs = [str(content["out"]) for content in map(read_recipe_file, files) if content.get("out")]
+        outs += [str(run) for file in given if (run := run_of(file))]
+        names = [file.stem if file in files else str(file).replace("@", "-") for file in given]
         out = outs[-1] if outs else f"runs/{[*names, 'fit'][0]}"
     folder = Path(out)
     above = next(one for one in [folder, *folder.parents] if one.exists())
@@ -113,7 +125,8 @@ def _free_folder(recipes: Sequence[str], out: str | None) -> Path:
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(one for one in chain([folder], numbered) if run_of(one / CONFIG) is None)
     if free != folder:
-        print(f"{folder} holds another run, with which `lightning-fcl fit {folder}` goes on: this one goes to {free}.")
+        command = shlex.join(["lightning-fcl", "fit", str(folder)])
+        print(f"{folder} holds another run, with which `{command}` goes on: this one goes to {free}.")
     return free
 
 
@@ -123,8 +136,9 @@ def _end(out: Path) -> str:
     from lightning_fcl.evaluation.results import read_results
 
     numbers = [f"{one.name + ':':18}{one.text:10}{one.note}" for one in headlines(read_results(out))]
-    lines = [f"report:   {out / 'report.html'}", f"test it:  lightning-fcl test {out}"]
-    return "\n".join([*numbers, *lines, f"keep it:  lightning-fcl zoo push {out} --name my.network --to my-zoo"])
+    folder = shlex.quote(str(out))
+    lines = [f"report:   {out / 'report.html'}", f"test it:  lightning-fcl test {folder}"]
+    return "\n".join([*numbers, *lines, f"keep it:  lightning-fcl zoo push {folder} --name my.network --to my-zoo"])
 
 
 class _Help(Action):
@@ -145,54 +159,52 @@ class _Help(Action):
         parser.exit()
 
 
-def _with_published(words: Sequence[str]) -> list[str]:
-    """The words with a published network where its name was, so that the run's ``config.yaml`` tells which."""
+def _published(name: str) -> dict[str, str]:
+    """The settings that put a published network in place of a recipe's, so that ``config.yaml`` tells which it is."""
     from lightning_fcl.zoo.entry import read_folder
     from lightning_fcl.zoo.registry import folder_of
 
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model.pretrained", dest="name")
-    options, others = parser.parse_known_args(words)
-    entry = read_folder(folder_of(options.name))
-    name = options.name if "/" in options.name else entry.full_name
+    entry = read_folder(folder_of(name))
+    full = name if "/" in name else entry.full_name
     if entry.network["class_path"] == "lightning_fcl.models.ReservoirReadout":
-        network = {"model.reservoir": "lightning_fcl.zoo.pretrained_reservoir", "model.reservoir.name": name}
-    else:
-        network = {
-            "model.model": "lightning_fcl.create_model",
-            "model.model.name": name,
-            "model.model.pretrained": "true",
-        }
-    return [*others, *(word for key, value in network.items() for word in (f"--{key}", value))]
+        return {"model.reservoir": "lightning_fcl.zoo.pretrained_reservoir", "model.reservoir.name": full}
+    return {"model.model": "lightning_fcl.create_model", "model.model.name": full, "model.model.pretrained": "true"}
 
 
 class Test(Command):
     """Test a run's newest checkpoint, or another."""
 
-    passes_on = True
+    takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.allow_abbrev = False
         add = parser.add_argument
+        add("--help.all", dest="help_all", action="store_true", help="every argument of the Trainer, model and data")
         add("run", nargs="*", metavar="RUN", help="a run's folder: its newest checkpoint counts")
         add("--config", action="append", default=[], metavar="RECIPE", help="the recipe of a checkpoint")
         add("--ckpt_path", default="", metavar="FILE", help="checkpoint to test")
+        add("--out", help="folder of the run")
 
     def run(self, options: Namespace) -> None:
-        runs, words = words_of(options)
-        if len(runs) == 1 and not options.config:
-            words = [*words_of_run(Path(runs[0]), options.ckpt_path), *words]
-            print(f"tests {words[1]}")
-        elif options.ckpt_path or "--help" in words:
-            words = [*find_recipes(runs).command_words, *words]
+        if options.help_all:
+            print_help("test")
+        has_files = any(isinstance(layer, Path) for layer in options.layers)
+        if len(options.run) == 1 and not has_files:
+            recipe = recipe_of_run(Path(options.run[0]), options)
+            print(f"tests {recipe.content()['ckpt_path']}")
+        elif options.ckpt_path:
+            recipe = (
+                find_recipes(options.run).with_layers(*options.layers).with_values({"ckpt_path": options.ckpt_path})
+            )
         else:
             raise MissingValueError(
                 "Expected a checkpoint to test but got none.",
                 hint="Name a run's folder, as in lightning-fcl test runs/fit.",
             )
+        if options.out:
+            recipe = recipe.with_values({"out": options.out})
         with many_imports():
-            from lightning_fcl.running.fit import run as test
-        test(["test", *words])
+            from lightning_fcl.running.fit import FederatedCLI, run
+        run("test", recipe, FederatedCLI)
 
 
 class Validate(Command):
@@ -201,7 +213,7 @@ class Validate(Command):
     Every argument that `fit` takes can follow.
     """
 
-    passes_on = True
+    takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
@@ -211,8 +223,7 @@ class Validate(Command):
     def run(self, options: Namespace) -> None:
         from lightning_fcl.running.parts import describe_recipe
 
-        recipe = find_recipes(options.recipes)
-        print(describe_recipe(recipe.configs, [*recipe.fit_words, *options.more]))
+        print(describe_recipe(find_recipes(options.recipes).with_layers(*options.layers)))
 
 
 class Cp(Command):
@@ -229,7 +240,7 @@ class Cp(Command):
                 f"Expected a new file but {options.file} is there.", hint="Name another, or say --force."
             )
         write_whole(options.file, flat(find_recipe(options.recipe)))
-        print(f"{options.file}: train it with lightning-fcl fit {options.file}")
+        print(f"{options.file}: train it with {shlex.join(['lightning-fcl', 'fit', str(options.file)])}")
 
 
 def flat(recipe: Row) -> str:
@@ -238,21 +249,21 @@ def flat(recipe: Row) -> str:
     yaml.width = 120
     yaml.preserve_quotes = True  # a key `on` would be read as true without
     heads, whole = [], CommentedMap()
-    for path in recipe.configs:
+    for path in recipe.recipe.files:
         read_yaml(path)  # bounded, and understood
         text = path.read_text(encoding="utf-8")
         head = [line for line in text.split("\n") if line.startswith("#")]
         heads += [line for line in head if line not in heads]
         body = yaml.load("\n".join(line for line in text.split("\n") if not line.startswith("#")))
         _merge(whole, body)
-    for name, value in zip(recipe.fit_words[::2], recipe.fit_words[1::2], strict=True):
-        parsed = YAML(typ="safe").load(value)
-        plain = isinstance(parsed, dict | list) and value[0] not in "{["  # text with a colon in it
-        first, *inner = name.removeprefix("--").split(".")
-        more = value if plain else parsed
-        for key in reversed(inner):
-            more = CommentedMap({key: more})
-        _merge(whole, CommentedMap({first: more}))
+    for setting in recipe.recipe.settings:
+        parsed = YAML(typ="safe").load(setting.value)
+        plain = isinstance(parsed, dict | list) and setting.value[0] not in "{["  # text with a colon in it
+        *sections, last = setting.name.split(".")
+        more = CommentedMap({last: setting.value if plain else parsed})
+        for section in reversed(sections):
+            more = CommentedMap({section: more})
+        _merge(whole, more)
     whole.pop("out", None)  # a file's results go to a folder of its own name
     out = io.StringIO()
     yaml.dump(whole, out)

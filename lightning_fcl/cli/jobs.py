@@ -24,7 +24,7 @@ from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import occupied, write_whole
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
-from lightning_fcl.running.rows import config_words
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, threads_say_one_line
 
 T = TypeVar("T")
@@ -40,21 +40,22 @@ class Job:
     """One run of one recipe, of its first tasks or of all: it stays the same run, which goes on to more."""
 
     label: str
-    configs: tuple[Path, ...]
+    recipe: Recipe
     seed: int
     out: Path
-    extra: tuple[str, ...] = ()
     tasks: int | None = None
 
     @property
-    def arguments(self) -> list[str]:
-        own = ["--seed_everything", str(self.seed), "--out", str(self.out)]
-        return ["fit", *config_words(self.configs), *own, *self.extra]
+    def whole_recipe(self) -> Recipe:
+        """Its recipe with its seed and folder."""
+        own = Recipe(self.recipe.files).with_values({"seed_everything": self.seed, "out": str(self.out)})
+        return own.with_layers(*self.recipe.settings)
 
     @property
     def fingerprint(self) -> str:
         """Changes when the run would be another one."""
-        parts = [path.read_text() for path in self.configs] + [str(self.seed), __version__, *self.extra]
+        settings = Recipe(self.recipe.settings).words
+        parts = [path.read_text() for path in self.recipe.files] + [str(self.seed), __version__, *settings]
         return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
 
     def needs(self, results: Mapping[str, Any]) -> bool:
@@ -201,13 +202,14 @@ def _train(job: Job) -> None:
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
     with many_imports():
-        from lightning_fcl.running.fit import run
+        from lightning_fcl.running.fit import FederatedCLI, run
 
-    checkpoint = newest_checkpoint(job.out / "checkpoints")
     # One process: runs go side by side, the result is the same on any number, and others would start this command.
-    more = ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
-    more += ["--ckpt_path", str(checkpoint)] if checkpoint else []
-    more += ["--recipe.tasks", str(job.tasks)] if job.tasks else []
+    more: dict[str, Any] = {"trainer.devices": 1, "trainer.num_nodes": 1}
+    if checkpoint := newest_checkpoint(job.out / "checkpoints"):
+        more["ckpt_path"] = str(checkpoint)
+    if job.tasks:
+        more["recipe.tasks"] = job.tasks
     if multiprocessing.parent_process() is not None:  # the progress of several runs at once would be unreadable
-        more += ["--trainer.enable_progress_bar", "false"]
-    run([*job.arguments, *more])
+        more["trainer.enable_progress_bar"] = False
+    run("fit", job.whole_recipe.with_values(more), FederatedCLI)

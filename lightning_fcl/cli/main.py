@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import shlex
 import signal
 import sys
@@ -20,8 +19,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from lightning_fcl import __version__
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import LightningFCLError, did_you_mean
 from lightning_fcl.evaluation.files import own_temporary_folder
+from lightning_fcl.library_errors import first_line
+from lightning_fcl.running.recipe import Setting, take_settings
 from lightning_fcl.running.stop import Stopped, end, stop
 
 
@@ -29,10 +30,10 @@ class Command(ABC):
     """A command, whose docstring is its help: the first line above its arguments, the rest below.
 
     Attributes:
-        passes_on: Whether what it does not know is for Lightning, or for Flower; otherwise that is refused.
+        takes_settings: Whether every argument that a recipe holds can follow, as in ``--data.batch_size 16``.
     """
 
-    passes_on: ClassVar[bool] = False
+    takes_settings: ClassVar[bool] = False
 
     @abstractmethod
     def arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ class Command(ABC):
 
     @abstractmethod
     def run(self, options: argparse.Namespace) -> None:
-        """Do it. ``options.words`` is the whole command line, ``options.more`` what the parser does not know."""
+        """Do it. ``options.words`` is the command line, ``options.layers`` the files and settings of a recipe in it."""
 
 
 # The class of a command, whose module is imported when it is asked for, and what it does.
@@ -69,7 +70,7 @@ COMMANDS = {
     ),
     "completion": ("show.Completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
 }
-_FORESEEN = (ValueError, OSError, ModuleNotFoundError)
+_FORESEEN = (LightningFCLError, ValueError, OSError, ModuleNotFoundError)
 EPILOG = """
 `lightning-fcl COMMAND --help` tells more.
 Data sets lie below $LIGHTNING_FCL_DATA (default ~/.cache/lightning-fcl/data).
@@ -102,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # means what the recipe meant.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
-    own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw, conflict_handler="resolve")
+    own = argparse.ArgumentParser(
+        f"lightning-fcl {command}", formatter_class=raw, conflict_handler="resolve", allow_abbrev=False
+    )
     with stop.listening():
         try:
             with own_temporary_folder(), ExitStack() as others:
@@ -112,10 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 asked = command_of(COMMANDS[command][0])
                 own.description, _, own.epilog = (getdoc(asked) or "").partition("\n\n")
                 asked.arguments(own)
-                options, more = own.parse_known_args(words[1:], argparse.Namespace(words=words[1:]))
-                if more and not asked.passes_on:
-                    own.error(f"unrecognized arguments: {' '.join(more)}")
-                options.more = more
+                rest, layers = words[1:], list[Path | Setting]()
+                if asked.takes_settings:
+                    rest, layers = take_settings(words[1:], own._option_string_actions)
+                options = own.parse_args(rest, argparse.Namespace(words=words[1:], layers=layers))
                 asked.run(options)
             sys.stdout.flush()
         except Stopped as stopped:
@@ -124,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             parser.exit(128 + signal.SIGPIPE)
         except Exception as error:
-            foreseen = isinstance(error, _FORESEEN) or str(error).startswith("Expected ")
+            foreseen = isinstance(error, _FORESEEN)
             if stop.signal and not foreseen:
                 # What was still to be done, with processes that were told to stop as well, has come to no end.
                 end(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
@@ -132,10 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise
             if not foreseen:
                 parser.exit(1, _write_traceback(error, words))
-            where, message = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)", str(error)
-            # Without jsonargparse's account of all the types that an argument might have had.
-            reasons = re.findall("Expected `.*", message) if "Union subtypes" in message else []
-            parser.exit(2, f"lightning-fcl: error: {[*reasons, message][0]}\n{where}\n")
+            where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
+            parser.exit(2, f"lightning-fcl: error: {error}\n{where}\n")
 
 
 def command_of(place: str) -> Command:
@@ -152,9 +153,8 @@ def _write_traceback(error: Exception, words: Sequence[str]) -> str:
         "w", prefix="lightning-fcl-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         file.write(f"lightning-fcl {shlex.join(words)}\n{here}\n\n{''.join(traceback.format_exception(error))}")
-    last = str(error).strip().partition("\n")[0]
     return (
-        f"lightning-fcl: error: an unexpected {type(error).__name__}: {last}\n"
+        f"lightning-fcl: error: an unexpected {type(error).__name__}: {first_line(error)}\n"
         f"Its traceback is in {file.name}. If that ends in a file of yours, mend that one; otherwise please report it "
         "as an issue of lightning-fcl, with that file.\n"
     )

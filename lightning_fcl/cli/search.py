@@ -10,19 +10,27 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
-import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError, at_least, did_you_mean, one_of
+from lightning_fcl.errors import (
+    InvalidValueError,
+    LightningFCLError,
+    MissingValueError,
+    UnknownNameError,
+    at_least,
+    did_you_mean,
+    one_of,
+)
 from lightning_fcl.hub.documents import parse, read_yaml, reading
-from lightning_fcl.running.rows import config_words, paper_rows
+from lightning_fcl.library_errors import one_line
+from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.running.rows import paper_rows
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Search:
         space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
         cases: Settings that stay as they are in a search of their own, for each case by its name.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
-        words: What the command line of each run says beside ``recipes``: that of a row.
+        recipe: The recipe that is searched: that of a row, and the files of ``configs``.
         points: The grid, where it is not that of the space.
     """
 
@@ -48,8 +56,7 @@ class Search:
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     first_seed: int = 0
     scale: str = "paper"
-    recipes: tuple[Path, ...] = ()
-    words: tuple[str, ...] = ()
+    recipe: Recipe = field(default_factory=Recipe)
     case: str | None = None
     points: tuple[dict[str, Any], ...] = ()
 
@@ -86,7 +93,7 @@ class Search:
         if isinstance(content.get("configs"), str):
             content["configs"] = [content["configs"]]
         content |= {} if trials is None else {"trials": trials}
-        none_yet: dict[str, object] = {"recipes": (), "words": (), "points": ()}
+        none_yet: dict[str, object] = {"recipe": Recipe(), "points": ()}
         search = parse(cls, content, path, space=space, cases=cases, case=case, **none_yet)
         recipes = tuple(path.parent / name for name in search.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
@@ -94,11 +101,10 @@ class Search:
                 f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}."
             )
         if row is None:
-            return replace(search, recipes=recipes)
+            return replace(search, recipe=Recipe(recipes))
         told, set_here = paper_rows(path.parent, [row], search.scale)[row], {*search.space, *search.fixed}
-        pairs = zip(told.words[::2], told.words[1::2], strict=True)
-        words = [word for pair in pairs if pair[0].removeprefix("--") not in set_here for word in pair]
-        return replace(search, recipes=(*told.configs, *recipes), words=tuple(words))
+        settings = [setting for setting in told.settings if setting.name not in set_here]
+        return replace(search, recipe=Recipe((*told.configs, *recipes, *settings)))
 
     def with_trials_of(self, file: Path) -> Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
@@ -211,25 +217,23 @@ def try_settings(search: Search) -> list[dict[str, Any]]:
     """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
     from lightning_fcl.running.fit import as_list, resolve_recipe
 
-    words = [*config_words(search.recipes), *search.words]
-    callbacks: list[dict[str, Any]] = as_list(resolve_recipe(["fit", *words])["trainer"]["callbacks"])
+    callbacks: list[dict[str, Any]] = as_list(resolve_recipe(search.recipe)["trainer"]["callbacks"])
     lowest = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}
     first = search.fixed | lowest
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trial.yaml"
 
-        def problem(settings: Mapping[str, Any]) -> str:
-            file.write_text(yaml.safe_dump(trial_recipe(settings, callbacks)))
-            try:
-                resolve_recipe(["fit", *words, "--config", str(file)])
-            except ValueError as error:
-                return " ".join(str(error).split())
-            return ""
+    def problem(settings: Mapping[str, Any]) -> LightningFCLError | None:
+        try:
+            resolve_recipe(search.recipe.with_values(trial_recipe(settings, callbacks)))
+        except LightningFCLError as error:
+            return error
+        return None
 
-        # All together first, which is quick. What clashes only together is for the trials to find out.
-        for key, value in first.items() if problem(first) else ():
-            if error := problem({key: value}):
-                raise InvalidValueError(f"Expected `fit` to take {value} for {key} but {error}")
+    # All together first, which is quick. What clashes only together is for the trials to find out.
+    for key, value in first.items() if problem(first) else ():
+        if error := problem({key: value}):
+            raise InvalidValueError(
+                f"Expected `fit` to take {value} for {key} but {one_line(error)}.", argument=key, value=value
+            ) from error
     return callbacks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 from lightning_fcl.cli.main import COMMANDS, Command, command_of
 from lightning_fcl.door import summaries
 from lightning_fcl.errors import InvalidValueError, UnknownNameError, did_you_mean, one_of, require
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import find_recipes, named_recipes
 
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
@@ -86,7 +88,7 @@ class Data(Command):
     With `show`, every argument that `fit` takes can follow.
     """
 
-    passes_on = True
+    takes_settings = True
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("action", choices=("list", "check", "fetch", "show", "clear-features"))
@@ -98,9 +100,11 @@ class Data(Command):
         if options.action == "show":
             _show(options)
             return
-        if options.more:
+        if options.layers:
             raise InvalidValueError(
-                f"Expected no arguments of a recipe for `data {options.action}` but got {options.more}."
+                f"Expected no arguments of a recipe for `data {options.action}` but got "
+                f"{shlex.join(Recipe(tuple(options.layers)).words)}.",
+                hint="Leave it out. `data show` takes them.",
             )
         from lightning_fcl.data import datasets
 
@@ -135,8 +139,7 @@ def _show(options: Namespace) -> None:
 
     if options.out is not None and options.out.suffix != ".png":
         raise InvalidValueError(f"Expected `--out` to be a file that ends in .png but got {options.out}.")
-    recipe = find_recipes(options.names)
-    stream = read_parts(recipe.configs, [*recipe.fit_words, *options.more]).datamodule
+    stream = read_parts(find_recipes(options.names).with_layers(*options.layers)).datamodule
     stream.features = None  # who sees what does not ask for them
     stream.setup("fit")
     print(f"{stream}\n{describe_plan(stream.plan, stream.classes)}")

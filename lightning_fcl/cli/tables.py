@@ -6,6 +6,7 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.results import read_results, write_files, write_results
 from lightning_fcl.evaluation.table import Table, markdown_table, read_table, with_tasks, write_table
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import (
     at_scale,
     expanded,
@@ -105,11 +107,8 @@ def run_rows(
     """The runs of a paper's rows, or of the rows asked for: finished, kept beside the recipes, or else run now."""
     jobs: dict[str, list[Job]] = {}
     for name, row in paper_rows(folder, asked, scale).items():
-        configs, place = at_scale(row.configs, scale), out / row.slug
-        jobs[name] = [
-            Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", row.fit_words, tasks)
-            for seed in range(seeds)
-        ]
+        recipe, place = replace(row, configs=at_scale(row.configs, scale)).recipe, out / row.slug
+        jobs[name] = [Job(f"{name}, seed {seed}", recipe, seed, place / f"seed-{seed}", tasks) for seed in range(seeds)]
     kept = place_of(folder, scale)
     take_kept_runs([job for runs in jobs.values() for job in runs], out, kept)
     if only_finished:
@@ -278,10 +277,10 @@ class Demo(Command):
         from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
 
         out: Path = options.out
-        recipe = (recipes_folder() / "quickstart.yaml",)
-        plain = ("--trainer.callbacks", "[]", "--recipe.row", "fine-tuning")
+        recipe = Recipe((recipes_folder() / "quickstart.yaml",))
+        plain = recipe.with_values({"trainer.callbacks": [], "recipe.row": "fine-tuning"})
         jobs = [
-            Job("fine-tuning", recipe, 0, out / "fine-tuning", plain),
+            Job("fine-tuning", plain, 0, out / "fine-tuning"),
             Job("quickstart", recipe, 0, out / "flwf-2t-replay"),
         ]
         run_jobs(jobs, workers=1)

@@ -36,7 +36,8 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.running.rows import config_words, slug
+from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.running.rows import slug
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
@@ -138,9 +139,10 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     file, content = folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False)
     before = file.read_text(encoding="utf-8") if file.exists() else content
     write_whole(file, content)
-    extra = (*search.words, "--recipe.measure_on", search.measure_on, "--trainer.enable_progress_bar", "false")
+    more = {"recipe.measure_on": search.measure_on, "trainer.enable_progress_bar": False}
+    whole = Recipe((*search.recipe.files, file, *search.recipe.settings)).with_values(more)
     jobs = [
-        Job(f"trial {number}, seed {seed}", (*search.recipes, file), seed, folder / f"seed-{seed}", extra)
+        Job(f"trial {number}, seed {seed}", whole, seed, folder / f"seed-{seed}")
         for seed in range(search.first_seed, search.first_seed + search.seeds)
     ]
     if any(job.is_displaced for job in jobs):
@@ -187,9 +189,7 @@ def attempt(job: Job) -> str:
     except OSError:
         raise
     except Exception as error:
-        # jsonargparse lists all that it has tried; the line of ours among that is the reason.
-        ours = [line.strip(" -") for line in str(error).splitlines() if "Expected `" in line]
-        problem = textwrap.shorten(f"{type(error).__name__}: {ours[0] if ours else error}", 400, placeholder=" ...")
+        problem = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
         write_whole(job.out / FAILURE, problem)
         return problem
     return ""
@@ -275,7 +275,7 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
 def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out: Path) -> Path:
     """Write the best trial's recipe, and above it how to use it and how to see its objective again."""
     path = out / "best.yaml"
-    configs = shlex.join([*config_words([*search.recipes, path]), *search.words])
+    configs = shlex.join(Recipe((*search.recipe.files, path, *search.recipe.settings)).words)
     first, last = search.first_seed, search.first_seed + search.seeds - 1
     seeds = f"seed {first}" if search.seeds == 1 else f"mean of the seeds {first} to {last}"
     again = f" --recipe.measure_on {search.measure_on} --seed_everything {first}"

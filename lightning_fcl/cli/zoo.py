@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -126,6 +127,6 @@ def _push(options: Namespace) -> None:
     place = publish(options.run, options.name, options.to, options.about, licence, options.limit, **how)
     setting, name = "", place
     if isinstance(place, Path):
-        setting, name = f"LIGHTNING_FCL_ZOO={options.to} ", options.name
+        setting, name = f"LIGHTNING_FCL_ZOO={shlex.quote(str(options.to))} ", options.name
         print(f"{place} ({sum(file.stat().st_size for file in place.iterdir()) / 1e6:.2f} MB)")
     print(f'Load it: {setting}python -c "from lightning_fcl import zoo; zoo.load({name!r})"')

@@ -34,6 +34,7 @@ from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.running.fit import FederatedCLI, run
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.simulated import aggregate
@@ -301,8 +302,8 @@ def serve(
             super().fit(model, **arguments)
 
     warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train
-    words = ["fit", "--config", str(recipe), "--out", str(out), "--trainer.enable_progress_bar", "false"]
+    whole = Recipe((recipe,)).with_values({"out": str(out), "trainer.enable_progress_bar": False})
     if (newest := newest_checkpoint(out / "checkpoints")) is not None:
         log.info("Goes on from %s.", newest)
-        words += ["--ckpt_path", str(newest)]
-    return run(words, Served)
+        whole = whole.with_values({"ckpt_path": str(newest)})
+    return run("fit", whole, Served)

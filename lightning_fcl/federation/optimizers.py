@@ -34,7 +34,8 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
     Example:
         >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])
         Traceback (most recent call last):
-        lightning_fcl.errors.InvalidValueError: Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Mend its \
+        lightning_fcl.errors.InvalidValueError: \
+Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Mend its \
 arguments.
     """
     try:
@@ -59,7 +60,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Example:
         >>> check_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float("nan")))
         Traceback (most recent call last):
-        lightning_fcl.errors.InvalidValueError: Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, such as `lr=0.01`.
+        lightning_fcl.errors.InvalidValueError: \
+Expected `lr` of `SGD` to be a finite number, but got nan. Use a finite number, such as `lr=0.01`.
     """
     for values in group_values(optimizer):
         for name, value in values.items():

@@ -103,7 +103,8 @@ def need_federation(trainer: L.Trainer, name: str, why: str) -> RunsFederation:
         >>> import lightning.pytorch as L
         >>> need_federation(L.Trainer(barebones=True, accelerator="cpu"), "APFL", "it has no clients")
         Traceback (most recent call last):
-        lightning_fcl.errors.InvalidValueError: Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: it has no clients.
+        lightning_fcl.errors.InvalidValueError: \
+Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: it has no clients.
     """
     federation = federation_of(trainer)
     if federation is None:

@@ -59,13 +59,19 @@ def read_yaml(path: Path) -> Any:
             f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}.", hint="Cut it."
         )
     try:
-        text = path.read_text(encoding="utf-8")
-        check_yaml(text)
-        return yaml.load(text, _Loader)
+        return load_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidValueError(
-            f"Expected {path} to be YAML but got: {' '.join(str(error).split()).rstrip('.')}."
-        ) from error
+        raise InvalidValueError(f"Expected {path} to be YAML but got: {one_line(error)}.") from error
+
+
+def load_yaml(text: str) -> Any:
+    """Return the content of a YAML document within limits.
+
+    Raises:
+        yaml.YAMLError: If it is no YAML, or larger or deeper than the limits.
+    """
+    check_yaml(text)
+    return yaml.load(text, _Loader)
 
 
 def parse(kind: type[Document], content: object, where: object, **made: object) -> Document:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import platform
 import re
+import shlex
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import lightning.pytorch as L
 import torch
 import yaml
-from jsonargparse import Namespace, get_loader, set_loader
+from jsonargparse import ArgumentError, Namespace, set_loader
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -31,23 +31,25 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, put_off
-from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, one_of
 from lightning_fcl.evaluation.files import occupied
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_results
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
-from lightning_fcl.hub.documents import check_yaml
+from lightning_fcl.hub.documents import load_yaml
 from lightning_fcl.methods.method import Method
-from lightning_fcl.running.remedies import BY_LIGHTNING, NOT_UNDERSTOOD, check_class_paths, refusals
+from lightning_fcl.running.diagnosis import MODE, check_class_paths, refusals, refused_by_parser
+from lightning_fcl.running.recipe import Recipe, take_settings
 from lightning_fcl.running.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
 from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
 
+CLI = TypeVar("CLI", bound="FederatedCLI")
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
 
 
 @dataclass
-class Recipe:
-    """What a recipe stands for.
+class RecipeInfo:
+    """The section ``recipe`` of a recipe.
 
     Args:
         paper: Short name of the paper.
@@ -86,8 +88,9 @@ class FederatedCLI(LightningCLI):
         **kwargs: Any,
     ) -> None:
         self.program = program or self.program
-        words = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
-        if asked := {name: skip for name, skip in self.subcommands().items() if name in words[:1]}:
+        args = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
+        first = args.get("subcommand") if isinstance(args, Mapping) else next(iter(args), None)
+        if asked := {name: skip for name, skip in self.subcommands().items() if name == first}:
             self.subcommands = lambda: asked  # type: ignore[method-assign] # parsers of the others take as long again
         chosen = {
             "subclass_mode_model": model_class is L.LightningModule,
@@ -96,29 +99,48 @@ class FederatedCLI(LightningCLI):
             "save_config_callback": SaveConfig,
             "save_config_kwargs": {"overwrite": True},
             "trainer_defaults": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy"}},
-            # A name cut short would be taken for the whole one.
-            "parser_kwargs": {"exit_on_error": False, "allow_abbrev": False}
-            | {name: {"allow_abbrev": False} for name in self.subcommands()},
             **kwargs,
         }
         try:
             with refusals():
                 super().__init__(model_class, datamodule_class, **chosen)
-        except ValueError as error:
-            typed = chosen.get("args") is None and str(error).startswith(("Expected ", NOT_UNDERSTOOD, BY_LIGHTNING))
-            if not typed or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+        except LightningFCLError as error:
+            if chosen.get("args") is not None or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             self.parser.exit(2, f"error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser that raises its errors and reads values within limits. A name cut short is no name."""
+        return super().init_parser(**{"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE} | kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what recipes say beside model, data and trainer."""
         parser.add_argument("--out", type=str | None, help="folder of this run's results (default: runs/fit)")
-        parser.add_class_arguments(Recipe, "recipe")
+        parser.add_class_arguments(RecipeInfo, "recipe")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse; the parser imports what annotations name, Avalanche for example."""
+        """Parse arguments. The parser imports what annotations name, such as Avalanche.
+
+        Raises:
+            LightningFCLError: If the parser refuses an argument.
+        """
         with put_off(*WITH_AVALANCHE):
-            super().parse_arguments(parser, args)
+            try:
+                super().parse_arguments(parser, args)
+            except ArgumentError as error:
+                content, refusing = dict(args) if isinstance(args, Mapping) else {}, parser
+                if not isinstance(args, Mapping):
+                    words, layers = take_settings(sys.argv[1:] if args is None else [*args], ())
+                    content = Recipe(tuple(layers)).content()
+                    content = {"subcommand": words[0], words[0]: content} if words else content
+                if command := content.get("subcommand"):
+                    content, refusing = content[command], self._parser(command)
+                owners: dict[str, Callable[..., Any]] = {"trainer": L.Trainer, "recipe": RecipeInfo}
+                bases: dict[str, Callable[..., Any]] = {}
+                (bases if self.subclass_mode_model else owners)["model"] = self._model_class
+                (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
+                keys = map(str, refusing.get_defaults(skip_validation=True).keys())
+                raise refused_by_parser(error, keys, owners, bases, content) from error
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""
@@ -143,6 +165,27 @@ class FederatedCLI(LightningCLI):
                     argument="weights_only",
                 )
             config["ckpt_path"], config["weights_only"] = str(local_checkpoint(config["ckpt_path"])), True
+
+    def instantiate_classes(self) -> None:
+        """Make the parts. An error of a class itself is raised as it is, also for an argument of several types."""
+        failed: list[Exception] = []
+
+        def make(class_type: type, *args: Any, **kwargs: Any) -> object:
+            try:
+                made: object = class_type(*args, **kwargs)
+            except Exception as error:
+                failed.append(error)
+                raise
+            failed.clear()
+            return made
+
+        self.parser.add_instantiator(make, object)
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if failed and type(error) is ValueError:  # the parser's, which lists all types that it has tried
+                raise failed[-1] from None
+            raise
 
     @property
     def out(self) -> Path:
@@ -210,8 +253,8 @@ class FederatedCLI(LightningCLI):
                 self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds_of(tasks)
             self.trainer.fit(model, **arguments)
             if self.leaves_results:
-                program = self.program or f"python {sys.argv[0]}"
-                command = f"{program} fit --config {self.out / 'config.yaml'}"
+                program = self.program or shlex.join(["python", sys.argv[0]])
+                command = f"{program} fit {shlex.join(['--config', str(self.out / 'config.yaml')])}"
                 write_results(self.out, outcome(self.trainer, self.datamodule, config, command))
                 write_files(self.out)
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
@@ -297,8 +340,13 @@ def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
-def run(arguments: Sequence[str], kind: type[FederatedCLI] = FederatedCLI, starts: bool = True) -> FederatedCLI:
-    """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own."""
+def run(command: str, recipe: Recipe, kind: type[CLI]) -> CLI:
+    """Run ``fit`` or ``test`` of a recipe, by a kind of `FederatedCLI`."""
+    return make_cli({"subcommand": command, command: recipe.content()}, kind)
+
+
+def make_cli(arguments: dict[str, Any], kind: type[CLI], runs: bool = True) -> CLI:
+    """Make a command line of a dictionary, and run its command unless ``runs`` is False."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
         "LightningCLI's args parameter is intended",
@@ -308,26 +356,51 @@ def run(arguments: Sequence[str], kind: type[FederatedCLI] = FederatedCLI, start
         "Be aware that when using `ckpt_path`, callbacks used",  # a test needs none of them
     ):
         warnings.filterwarnings("ignore", nothing_to_mend)
-    return kind(program="lightning-fcl", args=list(arguments), run=starts, trainer_defaults=None)
+    return kind(program="lightning-fcl", args=arguments, run=runs, trainer_defaults=None)
 
 
-def resolve_recipe(arguments: Sequence[str]) -> dict[str, Any]:
-    """The recipe that the words of a command line stand for: with every default, checked, nothing made of it yet."""
-    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
-        run([*arguments, "--print_config"])
-    return dict(yaml.safe_load(text.getvalue()))
+class _ParsedError(Exception):
+    """A recipe has been parsed, and nothing is to be made of it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class _ParserOnly(FederatedCLI):
+    """Parses a recipe and makes nothing of it."""
+
+    flags: ClassVar[Mapping[str, bool]] = {}
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        super().parse_arguments(parser, args)
+        raise _ParsedError(self._parser("fit").dump(self.config["fit"], skip_validation=True, **self.flags))
+
+
+def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
+    """Return a recipe with every default, checked, as YAML.
+
+    Args:
+        recipe: The recipe.
+        flags: Flags of ``--print_config``, such as ``"comments"``.
+    """
+    known = {"comments": "with_comments", "skip_default": "skip_default", "skip_unset": "skip_unset"}
+    for flag in flags:
+        one_of(tuple(known), print_config=flag)
+    kind = type("_ParserOnly", (_ParserOnly,), {"flags": {"skip_unset": False} | {known[flag]: True for flag in flags}})
+    try:
+        run("fit", recipe, kind)
+    except _ParsedError as parsed:
+        return parsed.text
+    raise AssertionError("Expected the parser to have parsed.")
+
+
+def resolve_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe with every default, checked."""
+    return dict(yaml.safe_load(resolved_text(recipe)))
 
 
 for package in ("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models"):
     for name in import_module(package).__all__:
         getattr(import_module(package), name)  # short class names in recipes are those of classes that are imported
 
-_load_yaml = get_loader("yaml")
-
-
-def _bounded(text: str) -> Any:
-    check_yaml(text)
-    return _load_yaml(text)
-
-
-set_loader("yaml", _bounded, (yaml.YAMLError,))
+set_loader(MODE, load_yaml, (yaml.YAMLError,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from operator import itemgetter
@@ -29,9 +29,9 @@ from lightning_fcl.hub.checkpoint import checkpoint_file, checkpoint_of_run, rea
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.trial import first_rows
-from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, refuse_no_round, run
-from lightning_fcl.running.remedies import refusals
-from lightning_fcl.running.rows import config_words
+from lightning_fcl.running.diagnosis import refusals
+from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, make_cli, refuse_no_round
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.simulation.checkpoint_content import check_states
 from lightning_fcl.simulation.limits import check_ranks
 from lightning_fcl.simulation.strategy import FederatedStrategy
@@ -70,26 +70,17 @@ class RecipeParts(FederatedCLI):
             return L.Trainer(**{**vars(given), **parts, **quiet})
 
 
-def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> RecipeParts:
-    """What recipes stand for, later ones over earlier ones."""
-    if not recipes:
+def read_parts(recipe: Recipe) -> RecipeParts:
+    """Make the parts that a recipe names."""
+    if not recipe.files:
         raise MissingValueError("Expected at least one recipe but got none.", hint="Name it, as in quickstart.")
-    try:
-        parts = run([*config_words(recipes), *words, "--seed_everything", "false"], RecipeParts, starts=False)
-    except ValueError as error:
-        if "a `model` but got none" in str(error):
-            raise MissingValueError(
-                f"Expected a `model` in {', '.join(map(str, recipes))} but there is none."
-            ) from error
-        raise
-    assert isinstance(parts, RecipeParts)
-    return parts
+    return make_cli(recipe.with_values({"seed_everything": False}).content(), RecipeParts, runs=False)
 
 
 def trained_parts(run: Path) -> RecipeParts:
     """A run's recipe, with the state of its newest checkpoint in the model."""
     checkpoint = trained_checkpoint(run)
-    return with_checkpoint(read_parts([run / "config.yaml"]), checkpoint)
+    return with_checkpoint(read_parts(Recipe((run / "config.yaml",))), checkpoint)
 
 
 def trained_checkpoint(run: Path) -> dict[str, Any]:
@@ -107,9 +98,9 @@ def with_checkpoint(parts: RecipeParts, checkpoint: dict[str, Any]) -> RecipePar
     return parts
 
 
-def describe_recipe(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
-    """Set up a fit of recipes without training, and return a description of its parts."""
-    parts = read_parts(recipes, words)
+def describe_recipe(recipe: Recipe) -> str:
+    """Set up a fit of a recipe without training, and return a description of its parts."""
+    parts = read_parts(recipe)
     trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
     callbacks = callbacks_of(trainer)
     methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]

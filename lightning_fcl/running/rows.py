@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import yaml
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError, did_you_mean, one_of
 from lightning_fcl.evaluation.files import inside
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file
 
 
 def recipes_folder() -> Path:
@@ -69,15 +69,16 @@ class Row:
     """A recipe, such as a row of a paper's table.
 
     Args:
+        title: Its name in the table.
         configs: Its files, later ones over earlier ones.
         expected: The paper's numbers, where they are not in the files.
-        words: What else its command line says.
+        settings: Values that go over those of its files.
     """
 
     title: str
     configs: tuple[Path, ...]
     expected: Mapping[str, float] | None = None
-    words: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
 
     @property
     def slug(self) -> str:
@@ -85,16 +86,12 @@ class Row:
         return self.configs[-1].stem if self.expected is None else slug(self.title)
 
     @property
-    def fit_words(self) -> tuple[str, ...]:
-        """What `fit` is told beside its files."""
+    def recipe(self) -> Recipe:
+        """Its files and settings, with the name of the row and the paper's numbers."""
+        recipe = Recipe((*self.configs, *self.settings))
         if self.expected is None:
-            return self.words
-        return (*self.words, "--recipe.row", self.title, "--recipe.expected", json.dumps(self.expected))
-
-    @property
-    def command_words(self) -> list[str]:
-        """What names it on a command line."""
-        return [*config_words(self.configs), *self.fit_words]
+            return recipe
+        return recipe.with_values({"recipe.row": self.title, "recipe.expected": json.dumps(self.expected)})
 
     @property
     def about(self) -> str:
@@ -121,9 +118,9 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
     for title in rows or at_scale:
         entry = entries[title]
         values = {**entry.set, **entry.scaled.get(scale, {})}
-        words = [w for name, v in values.items() for w in (f"--{name}", v if isinstance(v, str) else json.dumps(v))]
+        settings = tuple(Setting(name, v if isinstance(v, str) else json.dumps(v)) for name, v in values.items())
         configs = tuple(folder / name for name in (content["base"], *entry.configs))
-        result[title] = Row(title, configs, entry.expected, tuple(words))
+        result[title] = Row(title, configs, entry.expected, settings)
     return result
 
 
@@ -138,11 +135,6 @@ def at_scale(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
 
 def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def config_words(recipes: Iterable[str | Path]) -> list[str]:
-    """The words of a command line that name recipes, later ones over earlier ones."""
-    return [word for recipe in recipes for word in ("--config", str(recipe))]
 
 
 def expanded(content: Mapping[str, Any]) -> dict[str, RowEntry]:
@@ -203,18 +195,18 @@ def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, Row]:
     return found
 
 
-def read_recipe_file(path: Path) -> Any:
-    """What a recipe's file says, which is refused if it is none."""
-    if not path.exists():
-        raise MissingFileError(f"Expected a recipe at {path} but there is no such file.")
-    return read_yaml(path)
-
-
 def find_recipe(name: str) -> Row:
     """The recipe of the package, or of a YAML file, that a name or a path tells."""
     if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
         read_recipe_file(Path(name))
         return Row(Path(name).stem, (Path(name),))
+    if Path(name).parts[:1] == ("runs",) or Path(name).is_absolute() or Path(name).is_dir():
+        raise MissingFileError(
+            f"Expected a run's folder or a recipe at {name} but there is "
+            f"{'another folder' if Path(name).is_dir() else 'none'}.",
+            hint="Name a folder that `lightning-fcl fit` has written, or a YAML file.",
+            value=name,
+        )
     plain, _, scale = name.partition("@")
     known = named_recipes(scale or "paper", plain.partition("/")[0])
     if plain not in known:
@@ -226,8 +218,6 @@ def find_recipe(name: str) -> Row:
     return known[plain]
 
 
-def find_recipes(names: Sequence[str]) -> Row:
+def find_recipes(names: Sequence[str]) -> Recipe:
     """Some recipes as one, later ones over earlier ones."""
-    recipes = [find_recipe(name) for name in names]
-    configs = tuple(config for recipe in recipes for config in recipe.configs)
-    return Row(" ".join(names), configs, words=tuple(word for recipe in recipes for word in recipe.fit_words))
+    return Recipe(tuple(layer for name in names for layer in find_recipe(name).recipe.layers))

@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 
 _UNSET = 1000  # what Lightning has made of `max_epochs=None` by now
 log = logging.getLogger(__name__)
-RESTORED = "was being restored"
+
+
+class RestoredNote(str):
+    """A note on an error that was raised while a checkpoint was restored."""
+
+
 """The end of the note on an error before training began; the start is the checkpoint's path."""
 
 
@@ -237,7 +242,7 @@ class FitHooks(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Forget the round that was cut short: a checkpoint that is written now is one of the rounds before."""
         if trainer.state.fn == "fit" and trainer.ckpt_path and self.strategy.round is None:
-            exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
+            exception.add_note(RestoredNote(f"{trainer.ckpt_path} was being restored"))
         self._settle()
         if self._undo_progress is not None and not self.federation.round.done:
             self._undo_progress()

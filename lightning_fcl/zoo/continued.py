@@ -25,6 +25,7 @@ from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.running.parts import RecipeParts, with_checkpoint
+from lightning_fcl.running.recipe import Setting
 from lightning_fcl.zoo.entry import CONTINUE, Entry, read_files, read_folder
 from lightning_fcl.zoo.registry import folder_of
 from lightning_fcl.zoo.verifying import recipe_parts
@@ -122,9 +123,9 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
                 argument="clients",
             )
         kept["clients"] = dict(own["clients"])
-    state, over = checkpoint["state_dict"], tuple[str, ...]()
+    state, over = checkpoint["state_dict"], list[Setting]()
     if classes is not None:  # its readout may have had more outputs than its data have classes
-        over = "--model.num_classes", str(max(len(state["readout.weight"]), len(entry.classes) + classes))
+        over.append(Setting("model.num_classes", max(len(state["readout.weight"]), len(entry.classes) + classes)))
     parts = recipe_parts(entry.recipe, entry.full_name, over)
     state |= packaged_state(parts.model)
     if classes is not None:

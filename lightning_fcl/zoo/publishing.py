@@ -27,6 +27,7 @@ from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.backbone import example_input, packaged_state
 from lightning_fcl.models.described import plain_description
 from lightning_fcl.running.parts import RecipeParts, read_parts, trained_checkpoint, with_checkpoint
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import paper_folder, place_of
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.continued import continuation, continuation_bytes
@@ -122,7 +123,8 @@ def publish(
     run = Path(run)
     results = read_results(run)
     checkpoint = trained_checkpoint(run)
-    parts = with_checkpoint(read_parts([run / "config.yaml"], ["--data.seed", str(results["seed"])]), checkpoint)
+    whole = Recipe((run / "config.yaml",)).with_values({"data.seed": results["seed"]})
+    parts = with_checkpoint(read_parts(whole), checkpoint)
     task = parts.model
     if not isinstance(task, MakesNetwork):
         raise InvalidValueError(

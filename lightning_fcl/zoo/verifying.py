@@ -17,7 +17,8 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import resolve_recipe
 from lightning_fcl.running.parts import RecipeParts, read_parts
-from lightning_fcl.running.rows import at_scale, config_words, paper_folder, paper_rows, recipes_folder
+from lightning_fcl.running.recipe import Recipe, Setting
+from lightning_fcl.running.rows import at_scale, paper_folder, paper_rows, recipes_folder
 from lightning_fcl.zoo.entry import CHECK
 from lightning_fcl.zoo.loading import TOLERANCE, compare, load_folder, read_tensors
 from lightning_fcl.zoo.pretrained import Pretrained
@@ -104,49 +105,50 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     federation ran: its result is the same.
     """
     plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
-    for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
-        same = resolve_recipe(["fit", *config_words(configs), *words, "--seed_everything", str(results["seed"])])
+    for candidate in _candidates(results["recipe"] or {"paper": "", "row": ""}):
+        same = resolve_recipe(candidate.with_values({"seed_everything": results["seed"]}))
         if _on_any_processes(_plain(same)) == plain:
-            return _recipe_mark(configs, words)
+            return _recipe_mark(candidate)
     return {}
 
 
-def _candidates(recipe: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Sequence[str]]]:
+def _candidates(recipe: Mapping[str, str]) -> Iterator[Recipe]:
     """The recipes of the package that may be a run's, by the paper and row that it tells: at each scale."""
     if not recipe["paper"]:
-        yield [recipes_folder() / "quickstart.yaml"], ()
+        yield Recipe((recipes_folder() / "quickstart.yaml",))
         return
     try:
         folder = paper_folder(recipe["paper"])
         for name in ("paper", *(path.stem.removeprefix("scale-") for path in sorted(folder.glob("scale-*.yaml")))):
             row = paper_rows(folder, [recipe["row"]], name)[recipe["row"]]
-            yield at_scale(row.configs, name), row.words
+            yield Recipe((*at_scale(row.configs, name), *row.settings))
     except ValueError:  # another's row, or none of this scale
         return
 
 
-def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[str] = ()) -> RecipeParts:
+def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[Path | Setting] = ()) -> RecipeParts:
     """What the recipe of a published network stands for, if it is one of the package as it is now.
 
     Args:
-        over: Further words of its command line, which go over it.
+        over: Files and settings that go over it.
     """
-    for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
+    for candidate in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.
-        if _recipe_mark(configs, words).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
-            return read_parts(configs, [*words, "--data.seed", str(seed), *over])
+        if _recipe_mark(candidate).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
+            return read_parts(candidate.with_values({"data.seed": seed}).with_layers(*over))
     raise UnknownRecipeError(
         f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
         "tells of, or hand in the recipe."
     )
 
 
-def _recipe_mark(configs: Sequence[Path], words: Sequence[str]) -> dict[str, Any]:
-    """A recipe's files, further words, and SHA-256: comments, and what it says of itself, may change."""
-    names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
-    content = [_plain(read_yaml(path)) for path in configs]
-    digest = hashlib.sha256(json.dumps([content, list(words)]).encode()).hexdigest()
-    return {"configs": names, "words": list(words), "sha256": digest}
+def _recipe_mark(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's files, settings as words, and SHA-256: comments, and what it says of itself, may change."""
+    names = [file.relative_to(recipes_folder()).as_posix() for file in recipe.files]
+    content = [_plain(read_yaml(path)) for path in recipe.files]
+    words = Recipe(recipe.settings).words
+    digest = hashlib.sha256(json.dumps([content, words]).encode()).hexdigest()
+    return {"configs": names, "words": words, "sha256": digest}
 
 
 def _on_any_processes(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +13,8 @@ from lightning_fcl.cli.fit import flat
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.show import KINDS
 from lightning_fcl.running.fit import resolve_recipe
-from lightning_fcl.running.rows import config_words, find_recipe, named_recipes
+from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.running.rows import find_recipe, named_recipes
 
 RECIPES = named_recipes()
 OF_EACH_PAPER = [
@@ -91,8 +93,8 @@ def check_flat(name, folder):
     """The file stands for what the recipe does, but for its folder."""
     text = flat(RECIPES[name])
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-    wanted = resolve_recipe(["fit", *config_words(RECIPES[name].configs), *RECIPES[name].fit_words])
-    assert resolve_recipe(["fit", "--config", str(folder / "recipe.yaml")]) | {"out": wanted["out"]} == wanted
+    wanted = resolve_recipe(RECIPES[name].recipe)
+    assert resolve_recipe(Recipe((folder / "recipe.yaml",))) | {"out": wanted["out"]} == wanted
     lines = [line for path in RECIPES[name].configs for line in path.read_text().splitlines() if line.startswith("#")]
     assert all(line in text for line in lines) and "+:" not in text
 
@@ -114,9 +116,7 @@ def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
     monkeypatch.chdir(tmp_path)
     main(["cp", "quickstart", "mine.yaml"])
     assert "lightning-fcl fit mine.yaml" in capsys.readouterr().out
-    copied, recipe = (
-        resolve_recipe(["fit", "--config", str(path)]) for path in ("mine.yaml", RECIPES["quickstart"].configs[0])
-    )
+    copied, recipe = (resolve_recipe(Recipe((Path(path),))) for path in ("mine.yaml", RECIPES["quickstart"].configs[0]))
     assert copied == recipe | {"out": None}  # `fit mine.yaml` says runs/mine
     assert "Expected a new file but mine.yaml is there" in error_of(["cp", "flwf/flwf", "mine.yaml"])
     main(["cp", "flwf/flwf-2t-ft", "mine.yaml", "--force"])

@@ -15,8 +15,9 @@ from lightning_fcl.cli.search import Search, try_settings
 from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.hub.checkpoint import newest_checkpoint
-from lightning_fcl.running.fit import run
+from lightning_fcl.running.fit import FederatedCLI, resolve_recipe, run
 from lightning_fcl.running.parts import read_parts
+from lightning_fcl.running.recipe import Recipe, Setting
 from lightning_fcl.running.rows import RowEntry, expanded, paper_rows, recipes_folder
 
 RECIPES = recipes_folder()
@@ -83,7 +84,7 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
 
 @pytest.mark.parametrize("given", [2, 0.34, 1.0])
 def test_participation_is_a_number_or_a_share(tiny, given):
-    parts = read_parts(tiny[1::2], ["--trainer.strategy.init_args.participation", str(given)])
+    parts = read_parts(Recipe.of_words([*tiny, "--trainer.strategy.init_args.participation", str(given)]))
     found = parts.strategy.participation
     assert found == given and type(found) is type(given)
 
@@ -310,7 +311,8 @@ def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
     path.write_text(
         yaml.safe_dump({"trainer": {"max_epochs": None}, "data": {"scenario": {"rounds_per_experience": 2}}})
     )
-    cli = run(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / "out")])
+    words = [*tiny, "--config", str(path), "--out", str(tmp_path / "out")]
+    cli = run("fit", Recipe.of_words(words), FederatedCLI)
     rounds = json.loads((tmp_path / "out" / "results.json").read_text())["record"]["rounds"]
     assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.rounds))
 
@@ -349,7 +351,7 @@ def test_an_error_in_one_run_lets_no_other_begin(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_fcl.cli.jobs.multiprocessing.get_context", lambda method=None: fork)
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("data: {clients: none at all}\n")
-    jobs = [Job(f"run {number}", (recipe,), 0, tmp_path / f"run-{number}") for number in range(12)]
+    jobs = [Job(f"run {number}", Recipe((recipe,)), 0, tmp_path / f"run-{number}") for number in range(12)]
     with pytest.raises(ValueError, match="clients"):
         run_jobs(jobs, workers=2)
     assert len(list(tmp_path.glob("run-*"))) < 8
@@ -436,8 +438,8 @@ def test_rows_of_another_scale_are_left_out(tmp_path):
     assert list(paper_rows(tmp_path, None)) == ["A", "B"] and list(paper_rows(tmp_path, None, "small")) == ["A"]
     rows["A"] = {"configs": ["a.yaml"], "set": {"x": 1}, "scaled": {"small": {"x": 2, "y": [3]}}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
-    assert paper_rows(tmp_path, None)["A"].words == ("--x", "1")
-    assert paper_rows(tmp_path, None, "small")["A"].words == ("--x", "2", "--y", "[3]")
+    assert paper_rows(tmp_path, None)["A"].settings == (Setting("x", "1"),)
+    assert paper_rows(tmp_path, None, "small")["A"].settings == (Setting("x", "2"), Setting("y", "[3]"))
     with pytest.raises(ValueError, match="Expected `scale` to be one of paper for row B but got small"):
         paper_rows(tmp_path, ["B"], "small")
 
@@ -448,9 +450,11 @@ def telling_rows():
     for scale in ("paper", "medium", "small", "smoke"):
         for name, row in paper_rows(RECIPES / "fedvit", None, scale).items():
             scaling = () if scale == "paper" else (RECIPES / "fedvit" / f"scale-{scale}.yaml",)
-            parts = {*row.configs, *scaling, *zip(row.words[::2], row.words[1::2], strict=True)}
+            parts = {*row.configs, *scaling, *row.settings}
             if not parts <= seen:
-                found.append(pytest.param((*row.configs, *scaling), row.words, id=f"{name} at {scale}"))
+                found.append(
+                    pytest.param((*row.configs, *scaling), Recipe(row.settings).words, id=f"{name} at {scale}")
+                )
             seen |= parts
     return found
 
@@ -460,6 +464,6 @@ def telling_rows():
 def test_every_row_is_understood(configs, words, capsys):
     files = [word for path in configs for word in ("--config", str(path))]
     with pytest.raises(SystemExit) as stop:
-        run(["fit", *files, *words, "--print_config"])
+        resolve_recipe(Recipe.of_words([*files, *words]))
     assert stop.value.code in (0, None), capsys.readouterr().err
     assert yaml.safe_load(capsys.readouterr().out)["data"]["scenario"]["class_path"].endswith("FedViTScenario")

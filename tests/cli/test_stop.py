@@ -18,6 +18,7 @@ import yaml
 from lightning_fcl.cli.jobs import Job, finished, run_jobs
 from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.running.stop import stop
 
@@ -186,9 +187,9 @@ def side_by_side(recipe, start, tmp_path, workers=2):
     files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
     code = (
         "import sys; from pathlib import Path; from lightning_fcl.cli import main, show\n"
-        "from lightning_fcl.cli.jobs import Job, run_jobs\n"
+        "from lightning_fcl.cli.jobs import Job, run_jobs\nfrom lightning_fcl.running.recipe import Recipe\n"
         "files = tuple(map(Path, sys.argv[2:]))\n"
-        "jobs = [Job(f'run {n}', files, n, Path(f'run-{n}')) for n in range(3)]\n"
+        "jobs = [Job(f'run {n}', Recipe(files), n, Path(f'run-{n}')) for n in range(3)]\n"
         "show.Data.run = lambda self, options: run_jobs(jobs, 2)\n"
         "main.main(['data', 'list'])\n"
     )
@@ -241,12 +242,13 @@ def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
 @pytest.mark.slow
 def test_a_run_killed_while_its_report_was_written_is_brought_to_its_end(recipe, start, tmp_path, reports, capsys):
     files = recipe({"class_path": "for_a_test.DiesInReport"}, logger=False)
-    job = Job("a run", files, 0, tmp_path / "out")
+    job = Job("a run", Recipe(tuple(files)), 0, tmp_path / "out")
     process = start(
         ["--ignored", *files],
         f"""
 import sys; from pathlib import Path; from lightning_fcl.cli.jobs import Job, run_job
-run_job(Job("a run", tuple(map(Path, sys.argv[2:])), 0, Path({str(job.out)!r})))
+from lightning_fcl.running.recipe import Recipe
+run_job(Job("a run", Recipe(tuple(map(Path, sys.argv[2:]))), 0, Path({str(job.out)!r})))
 """,
     )
     _, said = process.communicate(timeout=240)
@@ -262,7 +264,7 @@ run_job(Job("a run", tuple(map(Path, sys.argv[2:])), 0, Path({str(job.out)!r})))
 
 @pytest.mark.slow
 def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, reports):
-    job = Job("a run", recipe(logger=False), 0, tmp_path / "out")
+    job = Job("a run", Recipe(tuple(recipe(logger=False))), 0, tmp_path / "out")
     run_jobs([job], 1)
     whole = {path.name: path.read_bytes() for path in job.out.iterdir() if path.is_file()}
     assert finished(job) and {"metrics.csv", "report.html", "files.txt"} <= set(whole)

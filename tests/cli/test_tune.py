@@ -57,7 +57,7 @@ def pretend(monkeypatch):
     def use(objective=lambda recipe: recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"]):
         def run_job(job):
             seen.append(job.label)
-            value = objective(yaml.safe_load(job.configs[-1].read_text()))
+            value = objective(yaml.safe_load(job.recipe.files[-1].read_text()))
             job.out.mkdir(parents=True)
             write_results(job.out, {"metrics": {"final_accuracy/server": value}})
             seal(job.out, [job.out / "results.json"])
@@ -125,12 +125,12 @@ def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, m
     (tmp_path / "more.yaml").write_text("trainer: {max_epochs: 1}")
     main([*search(configs=["more.yaml"], scale="small", seeds=2, first_seed=40, trials=1), "--row", "One row"])
     names = ["quickstart.yaml", "tiny.yaml", "more.yaml", "trial.yaml"]
-    assert [[path.name for path in job.configs] for job in jobs] == [names] * 2
+    assert [[path.name for path in job.recipe.files] for job in jobs] == [names] * 2
     assert [job.seed for job in jobs] == [40, 41]
     kept = {"trainer.strategy.init_args.local_epochs"} | ({"data.batch_size"} - set(SEARCH["space"]))
-    assert {word.removeprefix("--") for word in jobs[0].extra if word.startswith("--")} >= kept
-    assert f"--{LR}" not in jobs[0].extra
-    config = resolve_recipe(jobs[0].arguments)
+    assert {setting.name for setting in jobs[0].recipe.settings} >= kept
+    assert LR not in {setting.name for setting in jobs[0].recipe.settings}
+    config = resolve_recipe(jobs[0].whole_recipe)
     assert config["trainer"]["strategy"]["init_args"]["local_epochs"] == 3
     (trial,) = rows(tmp_path / "out")
     assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == float(trial[LR]) != 0.5

@@ -295,8 +295,7 @@ def test_validate_reports_clients_below_min_size_and_batches_of_one_sample(tmp_p
 
 
 def resolve_stream(words):
-    recipe = find_recipes(words)
-    parts = read_parts(recipe.configs, recipe.fit_words)
+    parts = read_parts(find_recipes(words))
     parts.datamodule.setup("fit")
     return parts.datamodule
 

@@ -17,7 +17,8 @@ from lightning_fcl.deployment.server import Terms, serve
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
-from lightning_fcl.running.fit import resolve_recipe, run
+from lightning_fcl.running.fit import FederatedCLI, resolve_recipe, run
+from lightning_fcl.running.recipe import Recipe
 
 from .machines import Machines
 from .recipes import classes, strategy
@@ -96,12 +97,16 @@ class Rehearsal:
         written = folder / "given.yaml"
         written.write_text(yaml.safe_dump(over(BASE, dict(more))))
         self.path = folder / "recipe.yaml"
-        self.path.write_text(yaml.safe_dump(resolve_recipe(["fit", "--config", str(written)])))
+        self.path.write_text(yaml.safe_dump(resolve_recipe(Recipe((written,)))))
         self.recipe = read_recipe(self.path)
 
     def simulate(self, *words):
         """The simulation; the shares of its clients are then in files."""
-        self.simulated = run(["fit", "--config", str(self.path), "--out", str(self.folder / "simulated"), *words])
+        self.simulated = run(
+            "fit",
+            Recipe.of_words(["--config", str(self.path), "--out", str(self.folder / "simulated"), *words]),
+            FederatedCLI,
+        )
         self.split()
         return self.simulated
 

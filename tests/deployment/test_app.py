@@ -30,6 +30,7 @@ from lightning_fcl.deployment.outline import (
 from lightning_fcl.deployment.own_data import read_data, take_data, write_split
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.running.parts import read_parts
+from lightning_fcl.running.recipe import Recipe
 
 from .recipes import method
 
@@ -64,7 +65,7 @@ def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
     """The same weights, methods and settings, from the recipe's seed."""
     one = rehearsal({"trainer": {"callbacks": [method("FLwF2T")]}})
     L.seed_everything(3)
-    parsed, made = read_parts([one.path]), build(one.recipe)
+    parsed, made = read_parts(Recipe((one.path,))), build(one.recipe)
     start = entries(made.module)
     assert all(torch.equal(value, start[name]) for name, value in entries(parsed.model).items())
     assert [type(callback).__name__ for callback in made.callbacks] == ["FLwF2T"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from campaign import ROOT, Campaign, Command, Outcome, comes_to, same, small_recipe
 
-from lightning_fcl.running.rows import config_words
+from lightning_fcl.running.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Work:
 def works(folder: Path) -> list[Work]:
     """What is killed: the quickstart as a fit, with a store on disk, as a search; the papers whose data is there."""
     recipes = small_recipe(folder)
-    words = tuple(config_words(recipes))
+    words = tuple(Recipe(tuple(recipes)).words)
     disk = ("--trainer.strategy.init_args.client_store", "disk")
     search = folder / "search.yaml"
     lr = {"model.init_args.optimizer.init_args.lr": [0.1, 0.05, 0.02]}

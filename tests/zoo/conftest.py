@@ -5,7 +5,8 @@ import torch
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.running.rows import config_words, recipes_folder
+from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.zoo.registry import collect, package_folder
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -32,7 +33,7 @@ def fit_small(without_pages):
             paths.append(folder / f"change-{number}.yaml")
             paths[-1].write_text(yaml.safe_dump(content))
         with without_pages():
-            main(["fit", *config_words(paths), *words, "--out", str(folder / "out")])
+            main(["fit", *Recipe(tuple(paths)).words, *words, "--out", str(folder / "out")])
         return folder / "out"
 
     return fit

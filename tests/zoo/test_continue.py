@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 from lightning_fcl import FederatedStream, RidgeClassifier, zoo
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.running.parts import trained_checkpoint
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.zoo import verifying as recipes
 from lightning_fcl.zoo.continued import read_continuation
 from lightning_fcl.zoo.entry import CONTINUE, WEIGHTS
@@ -50,9 +51,9 @@ def as_packaged(monkeypatch, tmp_path):
         config = yaml.safe_load((run / "config.yaml").read_text())
         config["trainer"]["max_epochs"] = rounds
         (run.parent / "recipe.yaml").write_text(yaml.safe_dump(config))
-        packaged = [run.parent / "recipe.yaml"], ()
+        packaged = Recipe((run.parent / "recipe.yaml",))
         monkeypatch.setattr("lightning_fcl.zoo.verifying._candidates", lambda told: [packaged])
-        return recipes._recipe_mark(*packaged)
+        return recipes._recipe_mark(packaged)
 
     return make
 

@@ -11,6 +11,7 @@ import lightning_fcl
 from lightning_fcl import Classifier, create_model, zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.running.parts import read_parts
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.zoo import list_models
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -90,14 +91,14 @@ def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tm
     seen = {}
     monkeypatch.setattr(
         "lightning_fcl.running.fit.run",
-        lambda words, kind: seen.update(words=words) or SimpleNamespace(leaves_results=False),
+        lambda command, recipe, kind: seen.update(recipe=recipe) or SimpleNamespace(leaves_results=False),
     )
-    main(["fit", "--model", f"lightning_fcl.{task}", f"--model.pretrained={name}", "--print_config"])
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--model", f"lightning_fcl.{task}", f"--model.pretrained={name}"])
     (tmp_path / "recipe.yaml").write_text("model: {}")
-    words = ["--model.num_classes", "4"] if task == "ReservoirClassifier" else []
-    model = read_parts(
-        [tmp_path / "recipe.yaml"], [*(word for word in seen["words"][1:] if word != "--print_config"), *words]
-    ).model
+    classes = {"model.num_classes": 4} if task == "ReservoirClassifier" else {}
+    recipe = Recipe((tmp_path / "recipe.yaml",)).with_layers(*seen["recipe"].layers).with_values(classes)
+    model = read_parts(recipe).model
     published = zoo.load(name).network
     network = model.reservoir if task == "ReservoirClassifier" else model.model
     wanted = getattr(published, "reservoir", published).state_dict()

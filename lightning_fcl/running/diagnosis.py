@@ -1,0 +1,396 @@
+"""What is wrong with a recipe that the parser or Lightning refuses: the argument, its value, and the nearest name."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fcl.annotations import argument_types, describe, explain
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    LightningFCLError,
+    MissingValueError,
+    UnknownNameError,
+    did_you_mean,
+    listed,
+    other_lightning,
+)
+from lightning_fcl.hub.documents import load_yaml, resolve_maker
+from lightning_fcl.library_errors import LibraryError, first_line, match_error, one_line
+from lightning_fcl.running.recipe import SECTIONS, is_spec
+from lightning_fcl.simulation.hooks import RestoredNote
+
+MODE = "recipe"
+"""The mode of jsonargparse in which values are read within limits."""
+
+_BY_LIGHTNING = "Expected a recipe that Lightning accepts but got:"
+_PLAIN = ("builtins", "types", "collections.abc", "pathlib", "typing")  # modules of classes that no recipe makes
+_ANY = inspect.Parameter.empty
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Let what Lightning refuses in this block be one error of ours, with a hint."""
+    try:
+        yield
+    except LightningFCLError:
+        raise
+    except Exception as error:
+        if known := refused_by_lightning(error):
+            raise known from error
+        if isinstance(error, MisconfigurationException):
+            raise InvalidValueError(f"{_BY_LIGHTNING} {error}", code="refused-by-lightning") from error
+        restored = [note for note in getattr(error, "__notes__", []) if isinstance(note, RestoredNote)]
+        if not restored or isinstance(error, ImportError | ValueError):
+            raise
+        raise InvalidValueError(
+            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}.",
+            hint="Continue from another one, or start without `ckpt_path`.",
+            argument="ckpt_path",
+        ) from error
+
+
+def refused_by_lightning(error: Exception) -> InvalidValueError | None:
+    """Return an error of ours for one that Lightning or torch raises for a wrong argument; None for all others."""
+    if found := match_error(error, LibraryError.UNKNOWN_PLUGIN):
+        hint = did_you_mean(found[3], ["federated", "auto", "cpu", "gpu", "cuda"])
+        return UnknownNameError(found[1], hint=hint, argument=f"trainer.{found[2]}", value=found[3])
+    if found := match_error(error, LibraryError.UNKNOWN_METRIC):
+        known = re.findall(r"[`']([^`',]+/[^`',]+)[`']", found["known"])
+        return UnknownNameError(
+            f"Expected `monitor` to be a metric that is logged but got {found['name']}.",
+            hint=_nearest(found["name"], known),
+            argument="monitor",
+            value=found["name"],
+        )
+    if found := match_error(error, LibraryError.SEED_BOUNDS):
+        return InvalidValueError(
+            f"Expected `seed_everything` to be from 0 to {found[2]} but got {found[1]}.",
+            argument="seed_everything",
+            value=int(found[1]),
+        )
+    if found := match_error(error, LibraryError.SAME_CALLBACKS):
+        return InvalidValueError(
+            f"Expected one `{found[1]}` among the callbacks but got several.",
+            hint="Leave all but one out.",
+            argument="trainer.callbacks",
+        )
+    if match_error(error, LibraryError.DEVICES):
+        return InvalidValueError(
+            "Expected `trainer.devices` to be 1 in a federation but got another number.",
+            hint="Set it to 1, or leave it out.",
+            argument="trainer.devices",
+        )
+    if found := match_error(error, LibraryError.NO_TORCH_DEVICE):
+        return InvalidValueError(
+            f"Expected an accelerator that this machine has but: {found[1]}",
+            hint="Use `--trainer.accelerator cpu`.",
+            argument="trainer.accelerator",
+        )
+    return None
+
+
+def refused_by_parser(
+    error: ArgumentError,
+    keys: Iterable[str],
+    owners: Mapping[str, Callable[..., Any]],
+    bases: Mapping[str, Callable[..., Any]],
+    content: Mapping[str, Any],
+) -> LightningFCLError:
+    """Return the error of ours that tells why a parser refuses a recipe.
+
+    The recipe is compared with the parser's keys and with the annotations of the classes that it names.
+
+    Args:
+        error: The parser's error.
+        keys: The parser's keys.
+        owners: For each section that holds the arguments of a class, the class.
+        bases: For each section that names its class, a class from which that derives.
+        content: The recipe.
+    """
+    try:
+        _Diagnosis(keys, owners, bases).check(content)
+    except LightningFCLError as found:
+        return found
+    return InvalidValueError(f"Expected a recipe that can be read but got: {one_line(error)}.", code="not-understood")
+
+
+class _Diagnosis:
+    """Walks through a recipe and raises an error at the first value that the parser would refuse."""
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        owners: Mapping[str, Callable[..., Any]],
+        bases: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        self._owners, self._bases = owners, bases
+        self._top = list(dict.fromkeys([*SECTIONS, *(key.partition(".")[0] for key in keys)]))
+
+    def check(self, content: Mapping[str, Any]) -> None:
+        for section, value in content.items():
+            if section not in self._top:
+                raise UnknownNameError(
+                    f"Expected {', '.join(SECTIONS[:3])} or the like but got `{section}`.",
+                    hint=did_you_mean(section, self._top),
+                    argument=section,
+                )
+            owner = self._owners.get(section)
+            if owner is not None:
+                if not isinstance(value, Mapping):
+                    raise InvalidTypeError(
+                        f"Expected `{section}` to hold arguments by name but got {value!r:.100}.",
+                        argument=section,
+                        value=value,
+                    )
+                self._check_arguments(f"`{section}`", section, owner, value)
+            elif section in self._bases:
+                self._check_value(section, value, self._bases[section], _ANY)
+        if "model" in self._bases and "model" not in content:
+            raise MissingValueError(
+                "Expected a recipe with a `model` but got none.",
+                hint="Name one, as in lightning-fcl fit quickstart.",
+                argument="model",
+            )
+
+    def _check_arguments(self, owner: str, path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+        """Check arguments of a class or function by their names and types."""
+        types, names = argument_types(made), _names(made)
+        for name, value in values.items():
+            plain = str(name).removesuffix("+")
+            if names is not None and plain not in names:
+                raise UnknownNameError(
+                    f"Expected arguments of {owner} but got `{f'{path}.{name}' if path in self._owners else name}`.",
+                    hint=_nearest_argument(path, plain, {*names} - {"self"}, values) or _there_are(names, path),
+                    argument=f"{path}.{name}",
+                    value=value,
+                )
+            hint, default = types.get(plain, (Any, _ANY))
+            self._check_value(f"{path}.{plain}", value, hint, default)
+
+    @staticmethod
+    def _check_required(owner: str, path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+        """Check whether a class or function gets all arguments that have no default."""
+        for name, one in inspect.signature(made).parameters.items():
+            if one.default is _ANY and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in values:
+                raise MissingValueError(
+                    f"Expected `{name}` of {owner} but got none.", hint=f"Set {path}.{name}.", argument=f"{path}.{name}"
+                )
+
+    def _check_value(self, path: str, value: Any, hint: Any, default: object) -> None:
+        """Check a value by the annotation of its argument."""
+        name = path.rpartition(".")[2]
+        if isinstance(value, list):
+            inner = next((get_args(one)[0] for one in _members(hint) if _is_list(one)), Any)
+            for one in value if _classes(inner) else ():
+                self._check_value(path, one, inner, _ANY)
+        elif isinstance(value, Mapping) and not is_spec(value) and _classes(hint):
+            self._check_shorthand(path, value, hint)
+        elif is_spec(value) or (_is_name(value) and _classes(hint) and not self._accepts(value, hint)):
+            spec = value if isinstance(value, Mapping) else {"class_path": value}
+            made = _resolve(path, spec["class_path"], _classes(hint))
+            self._check_arguments(spec["class_path"], path, made, spec.get("init_args") or {})
+            if not any(_returns(one) for one in _members(hint)):  # a function gets further arguments when it is called
+                self._check_required(spec["class_path"], path, made, spec.get("init_args") or {})
+            return
+        if not self._accepts(value, hint):
+            read = value
+            if isinstance(value, str):
+                with contextlib.suppress(Exception):
+                    read = load_yaml(value)
+            wrong = read if not isinstance(read, str | NoneType) else value
+            raise InvalidTypeError(explain(name, wrong, hint, default), argument=path, value=wrong)
+
+    def _check_shorthand(self, path: str, value: Mapping[str, Any], hint: Any) -> None:
+        (first, inner), *more = value.items() or [("", None)]
+        if not more and ("." in str(first) or isinstance(inner, Mapping)):
+            raise InvalidValueError(
+                f"Expected {{class_path: {first}, init_args: {{...}}}} but got {dict(value)}.",
+                argument=path,
+                value=value,
+            )
+
+    @staticmethod
+    def _accepts(value: Any, hint: Any) -> bool:
+        """Return whether the parser accepts a value for an annotation alone."""
+        if hint in (Any, _ANY):
+            return True
+        parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
+        try:
+            parser.add_argument("--value", type=hint)
+            parser.parse_object({"value": value})
+        except ArgumentError:
+            return False
+        except ValueError:  # an annotation that the parser does not support is not checked by it either
+            return True
+        return True
+
+
+def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
+    """Return the class or function that a recipe names.
+
+    Raises:
+        InvalidValueError: If there is none, or several, or if it is none of ``bases``.
+    """
+    if not isinstance(name, str):
+        raise InvalidTypeError(
+            f"Expected `{path}.class_path` to be a name but got {name!r:.100}.", argument=path, value=name
+        )
+    module, _, short = name.rpartition(".")
+    if module and not module.replace(".", "").isidentifier():
+        module = ""
+    if not module:
+        known = _known_classes(bases)
+        if len(found := known.get(short, [])) > 1:
+            raise InvalidValueError(
+                f"Expected one class {name} but there are {len(found)}.",
+                hint=f"Write its module, too: {' or '.join(found)}.",
+                argument=path,
+                value=name,
+            )
+        if not found:
+            hint = did_you_mean(name, known)
+            raise UnknownNameError(
+                f"Expected `{path}` to be {_described(bases)} but got {name}.", hint=hint, argument=path, value=name
+            )
+        module, _, short = found[0].rpartition(".")
+    try:
+        home = import_module(module)
+    except ModuleNotFoundError as error:
+        first = module.partition(".")[0]
+        raise UnknownNameError(
+            f"Expected a class of a module that can be imported but got {name}: {first_line(error)}.",
+            hint=_where(first) or did_you_mean(first, ["lightning_fcl", "lightning", "torch", "torchmetrics"]),
+            argument=path,
+            value=name,
+        ) from error
+    if not hasattr(home, short):
+        raise UnknownNameError(
+            f"Expected a class of {module} but it has no {short}.",
+            hint=did_you_mean(short, getattr(home, "__all__", dir(home))),
+            argument=path,
+            value=name,
+        )
+    made = getattr(home, short)
+    if not isinstance(made, type):
+        if "return" in getattr(made, "__annotations__", {}):
+            return made
+        raise InvalidTypeError(
+            f"Expected a class but got {name}, a {type(made).__name__}.",
+            hint="Name a class in `class_path`.",
+            argument=path,
+            value=name,
+        )
+    if bases and not issubclass(made, bases):
+        if reason := other_lightning(made):
+            raise InvalidTypeError(reason, argument=path, value=name)
+        raise InvalidTypeError(
+            f"Expected `{path}` to be {_described(bases)} but got the class {name}.", argument=path, value=name
+        )
+    return made
+
+
+def _is_name(value: object) -> bool:
+    """Return whether a value may be the name of a class, with its module or without."""
+    return isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+
+
+def _where(module: str) -> str:
+    """The folder in which a module of a user's project lies, if it is near."""
+    found = [folder for folder in sorted(Path().glob("*/")) if (folder / f"{module}.py").is_file()]
+    return f"Run the command in {found[0]}, where {module}.py is." if found else ""
+
+
+def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
+    """The public subclasses of some classes that are imported, by name, each with its full name."""
+    found: dict[str, list[str]] = {}
+    more = list(bases)
+    for kind in more:  # grows meanwhile
+        more.extend(set(type.__subclasses__(kind)) - {*more})
+        if not kind.__name__.startswith("_") and "<locals>" not in kind.__qualname__ and not inspect.isabstract(kind):
+            found.setdefault(kind.__name__, []).append(f"{kind.__module__}.{kind.__qualname__}")
+    return found
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _is_list(hint: Any) -> bool:
+    return isinstance(get_origin(hint), type) and issubclass(get_origin(hint), list) and bool(get_args(hint))
+
+
+def _returns(hint: Any) -> bool:
+    """Whether an annotation is that of a function that returns something."""
+    return get_origin(hint) is collections.abc.Callable and bool(get_args(hint))
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes whose objects an annotation accepts, also those that a function returns; no plain types."""
+    found: list[type] = []
+    for one in _members(hint):
+        kind = get_origin(one) or one
+        if _returns(one):
+            found += _classes(get_args(one)[-1])
+        elif isinstance(kind, type) and kind.__module__ not in _PLAIN:
+            found.append(kind)
+    return tuple(found)
+
+
+def _described(bases: tuple[type, ...]) -> str:
+    return " or ".join(describe(kind) for kind in bases) or "an object"
+
+
+def _names(made: Callable[..., Any]) -> set[str] | None:
+    """The names of all arguments that a class or function takes, by the parser; None if it takes any."""
+    parser = ArgumentParser(exit_on_error=False)
+    if isinstance(made, type):
+        parser.add_class_arguments(made, fail_untyped=False)
+    else:
+        parser.add_function_arguments(made, fail_untyped=False)
+        if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(made).parameters.values()):
+            return None
+    return {str(key).partition(".")[0] for key in parser.get_defaults(skip_validation=True).as_flat().__dict__} | {
+        *inspect.signature(made).parameters
+    }
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return did_you_mean(name, known) or f"There are {', '.join(known)}."
+
+
+def _there_are(names: set[str], path: str) -> str:
+    return "" if path in SECTIONS else f"There are {listed(sorted(names))}."
+
+
+def _nearest_argument(path: str, name: str, names: set[str], values: Mapping[str, Any]) -> str:
+    """The nearest name among the arguments of a class, and of the classes that its arguments name."""
+    prefix = f"{path}." if path in SECTIONS else ""
+    known = {one: f"{prefix}{one}" for one in sorted(names)}
+    for argument, value in values.items():
+        if is_spec(value):
+            with contextlib.suppress(LightningFCLError):
+                inner = _names(_resolve(path, value["class_path"], (object,)))
+                known |= {one: f"{prefix}{argument}.{one}" for one in sorted(inner or ()) if one not in known}
+    near = did_you_mean(name, known)
+    return next((near.replace(f" {one}?", f" {full}?") for one, full in known.items() if f" {one}?" in near), "")
+
+
+def check_class_paths(content: object) -> None:
+    """Refuse a ``class_path`` that is neither a class nor a function which says what it makes."""
+    content = vars(content) if isinstance(content, Namespace) else content
+    if isinstance(content, Mapping) and isinstance(path := content.get("class_path"), str):
+        resolve_maker(path)
+    for part in content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else []:
+        check_class_paths(part)
