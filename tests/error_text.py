@@ -15,12 +15,15 @@ method or lambda of the given files is analyzed with the labels of its arguments
 name if the class of its object is unknown.
 
 The analysis does not see:
-- decisions by the length of a text, by its truth value, or by methods such as `isdigit`,
+- decisions by the length of a text, by its truth value, by methods such as `isdigit`, or by `sorted`, `min` and `max`,
 - texts that pass through files, queues, processes, attributes of other objects than `self` in another function, or
   names computed at run time (`getattr(error, name)`, `globals()[name]`),
 - texts in attributes of errors that `TEXT_ATTRIBUTES` does not list, and in records of `warnings`,
+- texts in an object of the given files, after a function returns the object or passes it on,
+- methods of objects of unknown class whose name a list, dict, set, string or file also has, such as `add` and `write`,
+- assignments to a name in the branch of `isinstance(name, SomeError)` that are read after the branch,
 - callbacks that are stored in an attribute or a container and called elsewhere,
-- the order of statements. A name is a text in a whole function if it is one in a part.
+- the order of statements: a name is a text in a whole function if it is one in a part.
 
 `lightning_fcl/library_errors.py` may compare texts: its table holds all patterns. The result of its `match_error` is
 not a text, so that its groups can be compared.
