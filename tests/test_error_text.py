@@ -222,7 +222,6 @@ def test_the_table_of_library_errors_may_compare():
 
 
 @pytest.mark.seconds
-@pytest.mark.xfail(strict=False, reason="lightning_fcl/running and lightning_fcl/cli still decide by texts")
 def test_no_decision_by_the_text_of_an_error():
     sources = dict(error_text.python_files(ROOT, *FOLDERS))
     assert len(sources) > 250 and error_text.TABLE in sources

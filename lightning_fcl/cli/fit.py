@@ -76,7 +76,9 @@ class Fit(Command):
             if options.out:
                 recipe = recipe.with_values({"out": options.out})
             if not options.ckpt_path and options.print_config is None:
-                recipe = recipe.with_values({"out": str(_free_folder(recipe, options))})
+                recipe = recipe.with_values({"out": str(_free_folder(options))})
+            elif not options.out and (runs := list(filter(None, map(run_of, recipe.files)))):
+                recipe = recipe.with_values({"out": str(runs[-1])})
         with many_imports():  # after what may be refused without them
             from lightning_fcl.running.fit import FitCLI, resolved_text, run
         if options.print_config is not None:
@@ -106,7 +108,7 @@ def print_help(command: str) -> None:
     FederatedCLI(program="lightning-fcl", args=[command, "--help"], trainer_defaults=None)
 
 
-def _free_folder(recipe: Recipe, options: Namespace) -> Path:
+def _free_folder(options: Namespace) -> Path:
     """The folder of the results, or where it holds another run, the first that is free with a number behind."""
     out = options.out
     if not out:
@@ -187,8 +189,10 @@ class Test(Command):
     def run(self, options: Namespace) -> None:
         if options.help_all:
             print_help("test")
-        has_files = any(isinstance(layer, Path) for layer in options.layers)
-        if len(options.run) == 1 and not has_files:
+        files = [layer for layer in options.layers if isinstance(layer, Path)]
+        for file in files:
+            read_recipe_file(file)  # before anything heavy is imported
+        if len(options.run) == 1 and not files:
             recipe = recipe_of_run(Path(options.run[0]), options)
             print(f"tests {recipe.content()['ckpt_path']}")
         elif options.ckpt_path:

@@ -169,8 +169,8 @@ class Conformance(Command):
         failed = tried = 0
         for kind in classes_of(options.target, options.claims):
             for statement, outcome in try_statements(kind):
-                failed += outcome.startswith("fails")
-                tried += not outcome.startswith("not tried")
+                failed += outcome.result == "fails"
+                tried += outcome.result != "not tried"
                 print(f"{kind.__name__:16} {statement}: {outcome}", flush=True)
         print(f"{tried - failed} of {tried} statements hold.")
         if failed:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as L
 
@@ -52,19 +54,35 @@ def statements_of(kind: Kind) -> list[Statement]:
     return [one for one in STATEMENTS if one.claim in (*general, *claims)]
 
 
-def try_statements(kind: Kind) -> Iterator[tuple[Statement, str]]:
-    """Each statement that a class has to stand up to, and "holds", or "fails" or "not tried" and why."""
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a statement that was tried.
+
+    Args:
+        result: Whether the statement holds.
+        why: Why it fails, or could not be tried.
+    """
+
+    result: Literal["holds", "fails", "not tried"]
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.result}: {self.why}" if self.why else self.result
+
+
+def try_statements(kind: Kind) -> Iterator[tuple[Statement, Outcome]]:
+    """Try each statement that a class has to fulfill, and yield it with the outcome."""
     for statement in statements_of(kind):
         try:
             statement.check(kind)
         except NotTriedError as reason:
-            yield statement, f"not tried: {reason}"
+            yield statement, Outcome("not tried", str(reason))
         except AssertionError as reason:
-            yield statement, f"fails: {reason}"
+            yield statement, Outcome("fails", str(reason))
         except Exception as error:
-            yield statement, f"fails: it raised {type(error).__name__}: {error}"
+            yield statement, Outcome("fails", f"it raised {type(error).__name__}: {error}")
         else:
-            yield statement, "holds"
+            yield statement, Outcome("holds")
 
 
 def classes_of(target: str, claims: str | None = None) -> list[Kind]:

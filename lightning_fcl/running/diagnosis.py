@@ -6,7 +6,7 @@ import collections.abc
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,7 +28,7 @@ from lightning_fcl.errors import (
 )
 from lightning_fcl.hub.documents import load_yaml, resolve_maker
 from lightning_fcl.library_errors import LibraryError, first_line, match_error, one_line
-from lightning_fcl.running.recipe import SECTIONS, is_spec
+from lightning_fcl.running.recipe import SECTIONS, full_name, is_spec
 from lightning_fcl.simulation.hooks import RestoredNote
 
 MODE = "recipe"
@@ -172,7 +172,7 @@ class _Diagnosis:
             if names is not None and plain not in names:
                 raise UnknownNameError(
                     f"Expected arguments of {owner} but got `{f'{path}.{name}' if path in self._owners else name}`.",
-                    hint=_nearest_argument(path, plain, {*names} - {"self"}, values) or _there_are(names, path),
+                    hint=_nearest_argument(path, plain, names, values),
                     argument=f"{path}.{name}",
                     value=value,
                 )
@@ -200,9 +200,21 @@ class _Diagnosis:
         elif is_spec(value) or (_is_name(value) and _classes(hint) and not self._accepts(value, hint)):
             spec = value if isinstance(value, Mapping) else {"class_path": value}
             made = _resolve(path, spec["class_path"], _classes(hint))
-            self._check_arguments(spec["class_path"], path, made, spec.get("init_args") or {})
+            self._check_arguments(full_name(made), path, made, spec.get("init_args") or {})
             if not any(_returns(one) for one in _members(hint)):  # a function gets further arguments when it is called
-                self._check_required(spec["class_path"], path, made, spec.get("init_args") or {})
+                self._check_required(full_name(made), path, made, spec.get("init_args") or {})
+            for argument, inner in (spec.get("init_args") or {}).items():
+                if is_spec(inner) and "." not in str(inner["class_path"]) and not self._accepts(value, hint):
+                    types = argument_types(made)
+                    found = _resolve(
+                        f"{path}.{argument}", inner["class_path"], _classes(types.get(argument, (Any,))[0])
+                    )
+                    raise InvalidValueError(
+                        f"Expected the class of `{path}.{argument}` with its module but got {inner['class_path']}.",
+                        hint=f"Write {full_name(found)}.",
+                        argument=f"{path}.{argument}",
+                        value=inner["class_path"],
+                    )
             return
         if not self._accepts(value, hint):
             read = value
@@ -252,17 +264,20 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
         module = ""
     if not module:
         known = _known_classes(bases)
-        if len(found := known.get(short, [])) > 1:
+        found = sorted(known.get(short, []), key=lambda full: not full.startswith("lightning_fcl."))
+        if len(found) > 1:
             raise InvalidValueError(
                 f"Expected one class {name} but there are {len(found)}.",
-                hint=f"Write its module, too: {' or '.join(found)}.",
+                hint=f"Write its module, too: {listed(found)}.",
                 argument=path,
                 value=name,
             )
         if not found:
-            hint = did_you_mean(name, known)
             raise UnknownNameError(
-                f"Expected `{path}` to be {_described(bases)} but got {name}.", hint=hint, argument=path, value=name
+                f"Expected `{path}` to be {_described(bases)} but got {name}.",
+                hint=did_you_mean(name, known) or "Write the module of the class, too, as in torch.optim.SGD.",
+                argument=path,
+                value=name,
             )
         module, _, short = found[0].rpartition(".")
     try:
@@ -292,7 +307,8 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
             argument=path,
             value=name,
         )
-    if bases and not issubclass(made, bases):
+    checked = [kind for kind in bases if not getattr(kind, "_is_protocol", False)]
+    if checked == [*bases] and bases and not issubclass(made, bases):
         if reason := other_lightning(made):
             raise InvalidTypeError(reason, argument=path, value=name)
         raise InvalidTypeError(
@@ -352,7 +368,7 @@ def _described(bases: tuple[type, ...]) -> str:
     return " or ".join(describe(kind) for kind in bases) or "an object"
 
 
-def _names(made: Callable[..., Any]) -> set[str] | None:
+def _names(made: Callable[..., Any]) -> list[str] | None:
     """The names of all arguments that a class or function takes, by the parser; None if it takes any."""
     parser = ArgumentParser(exit_on_error=False)
     if isinstance(made, type):
@@ -361,29 +377,26 @@ def _names(made: Callable[..., Any]) -> set[str] | None:
         parser.add_function_arguments(made, fail_untyped=False)
         if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(made).parameters.values()):
             return None
-    return {str(key).partition(".")[0] for key in parser.get_defaults(skip_validation=True).as_flat().__dict__} | {
-        *inspect.signature(made).parameters
-    }
+    keys = [str(key).partition(".")[0] for key in parser.get_defaults(skip_validation=True).as_flat().__dict__]
+    return list(dict.fromkeys([*inspect.signature(made).parameters, *keys]))
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known) or f"There are {', '.join(known)}."
 
 
-def _there_are(names: set[str], path: str) -> str:
-    return "" if path in SECTIONS else f"There are {listed(sorted(names))}."
-
-
-def _nearest_argument(path: str, name: str, names: set[str], values: Mapping[str, Any]) -> str:
+def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
     """The nearest name among the arguments of a class, and of the classes that its arguments name."""
     prefix = f"{path}." if path in SECTIONS else ""
-    known = {one: f"{prefix}{one}" for one in sorted(names)}
+    known = {one: f"{prefix}{one}" for one in names}
     for argument, value in values.items():
         if is_spec(value):
             with contextlib.suppress(LightningFCLError):
                 inner = _names(_resolve(path, value["class_path"], (object,)))
-                known |= {one: f"{prefix}{argument}.{one}" for one in sorted(inner or ()) if one not in known}
+                known |= {one: f"{prefix}{argument}.{one}" for one in inner or () if one not in known}
     near = did_you_mean(name, known)
+    if not near:
+        return "" if path in SECTIONS else f"There are {listed(names)}."
     return next((near.replace(f" {one}?", f" {full}?") for one, full in known.items() if f" {one}?" in near), "")
 
 

@@ -105,7 +105,9 @@ class Recipe:
         """
         whole: dict[str, Any] = {}
         for layer in self.layers:
-            merge(whole, read_recipe_file(layer) if isinstance(layer, Path) else _nested(layer))
+            values = read_recipe_file(layer) if isinstance(layer, Path) else {layer.name: layer.value}
+            for name, value in values.items():
+                merge(whole, _nested(str(name), value))
         return whole
 
 
@@ -116,9 +118,8 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
     content = read_yaml(path)
     if not isinstance(content, dict):
         raise InvalidValueError(
-            f"Expected {path} to be a recipe, which holds settings by name, but got "
+            f"Expected {path} to hold settings by name, as in trainer: {{max_epochs: 3}}, but got "
             f"{'nothing' if content is None else f'{content!r:.100}'}.",
-            hint="Write them as in trainer: {max_epochs: 3}.",
             value=content,
         )
     for section in SECTIONS:
@@ -155,10 +156,9 @@ def take_settings(words: Sequence[str], known: Collection[str]) -> tuple[list[st
     return rest, layers
 
 
-def _nested(setting: Setting) -> dict[str, Any]:
-    """A setting as a recipe that holds nothing else."""
-    *sections, last = setting.name.split(".")
-    value = setting.value
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """A recipe that holds nothing but a value, by its dotted name."""
+    *sections, last = name.split(".")
     if isinstance(value, str) and value[:1] in ("{", "["):
         with suppress(yaml.YAMLError):
             value = load_yaml(value)
@@ -251,3 +251,10 @@ def find_class(name: object) -> Any:
             return made if callable(made) else None
         return None
     return next((made for package in _PACKAGES if callable(made := getattr(import_module(package), name, None))), None)
+
+
+def full_name(made: Any) -> str:
+    """Return the shortest name, with its module, of a class or function."""
+    name = str(made.__qualname__)
+    homes = [package for package in _PACKAGES if getattr(import_module(package), name, None) is made]
+    return f"{homes[-1] if homes else made.__module__}.{name}"

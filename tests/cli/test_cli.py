@@ -97,7 +97,7 @@ def test_participation_is_a_number_or_a_share(tiny, given):
             "got `alhpa`. Did you mean alpha?",
         ),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
-        ({"trainer": {"val_check_interval": "x"}}, "Lightning refuses the recipe or command line: Invalid time format"),
+        ({"trainer": {"val_check_interval": "x"}}, "that Lightning accepts but got: Invalid time format"),
         (
             {"data": {"scenario": {"init_args": {"experiences": 0.001}}}},
             "`experiences` to be a whole number or a list of whole numbers, but got 0.001. Leave it out",

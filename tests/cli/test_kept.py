@@ -106,7 +106,9 @@ def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypat
     whole = read_results(tmp_path / "whole" / "a-row" / "seed-0")
     (toy / "smoke").rename(toy / "elsewhere")
     ran, plain = [], fit.run
-    monkeypatch.setattr(fit, "run", lambda words: ran.append(words) or plain(words))
+    monkeypatch.setattr(
+        fit, "run", lambda command, recipe, kind: ran.append(recipe.words) or plain(command, recipe, kind)
+    )
 
     def results():
         found = read_results(tmp_path / "out" / "a-row" / "seed-0")

@@ -182,7 +182,7 @@ REFUSED = [
     ),
     (
         trainer("enable_checkpointing: false, callbacks: [{class_path: ModelCheckpoint}]"),
-        "Lightning refuses the recipe or command line: Trainer was configured with `enable_checkpointing=False`",
+        "that Lightning accepts but got: Trainer was configured with `enable_checkpointing=False`",
     ),
     (
         trainer("logger: false, callbacks: [{class_path: LearningRateMonitor}]"),
@@ -207,7 +207,7 @@ REFUSED = [
     (model("own_parts.Infinite"), "Expected a server state of finite numbers but `model.1.weight` is not finite"),
     (
         model("own_parts.ByHand", settings="gradient_clip_val: 2"),
-        "Lightning refuses the recipe or command line: Automatic gradient clipping is not supported",
+        "that Lightning accepts but got: Automatic gradient clipping is not supported",
     ),
     (
         trainer("accumulate_grad_batches: 2, callbacks: [{class_path: lightning_fcl.callbacks.APFL}]"),
