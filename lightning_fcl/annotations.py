@@ -199,17 +199,17 @@ def quoted_value(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value!r:.100}"
 
 
-def explain(name: str, value: object, hint: Any, default: object = Parameter.empty) -> str:
-    """Return the message about a value that an annotation does not accept.
+def explain(name: str, value: object, hint: Any, default: object = Parameter.empty) -> tuple[str, str]:
+    """Return the message about a value that an annotation does not accept, and what to do.
 
     Example:
-        >>> print(explain("batch_size", "16", int | None, None))
-        Expected `batch_size` to be a whole number or None, but got "16". Use `batch_size=16`.
-        >>> print(explain("shuffle", 1, bool | None))
-        Expected `shuffle` to be True, False or None, but got 1. Use `shuffle=True`.
+        >>> explain("batch_size", "16", int | None, None)
+        ('Expected `batch_size` to be a whole number or None, but got "16".', 'Use `batch_size=16`.')
+        >>> explain("shuffle", 1, bool | None)
+        ('Expected `shuffle` to be True, False or None, but got 1.', 'Use `shuffle=True`.')
     """
     wanted = "an object" if isinstance(value, type) else describe(hint)
-    return f"Expected `{name}` to be {wanted}, but got {quoted_value(value)}. {_fix(name, value, hint, default)}"
+    return f"Expected `{name}` to be {wanted}, but got {quoted_value(value)}.", _fix(name, value, hint, default)
 
 
 def _fix(name: str, value: Any, hint: Any, default: object) -> str:

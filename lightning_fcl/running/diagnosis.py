@@ -222,7 +222,8 @@ class _Diagnosis:
                 with contextlib.suppress(Exception):
                     read = load_yaml(value)
             wrong = read if not isinstance(read, str | NoneType) else value
-            raise InvalidTypeError(explain(name, wrong, hint, default), argument=path, value=wrong)
+            message, fix = explain(name, wrong, hint, default)
+            raise InvalidTypeError(message, hint=fix, argument=path, value=wrong)
 
     def _check_shorthand(self, path: str, value: Mapping[str, Any], hint: Any) -> None:
         (first, inner), *more = value.items() or [("", None)]

@@ -1,13 +1,25 @@
 """A recipe is one dictionary, which equals what jsonargparse makes of the same files and words."""
 
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_fcl import FederatedCLI
-from lightning_fcl.running.fit import resolve_recipe
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.cli import fit as fit_command
+from lightning_fcl.cli.main import main
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingFileError,
+    MissingValueError,
+    UnknownNameError,
+)
+from lightning_fcl.running.fit import make_cli, resolve_recipe
+from lightning_fcl.running.recipe import Recipe, Setting, merge, take_settings
 from lightning_fcl.running.rows import recipes_folder
 
 QUICKSTART = recipes_folder() / "quickstart.yaml"
@@ -78,3 +90,122 @@ def test_a_recipe_equals_its_words(line):
     words = ["--config", str(QUICKSTART), *shlex.split(line)]
     parsed = Parsed(args=["fit", *words], trainer_defaults=None)
     assert resolve_recipe(Recipe.of_words(words)) == yaml.safe_load(parsed.text)
+
+
+@pytest.mark.parametrize(
+    ("here", "more", "expected"),
+    [
+        ({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}}, {"a": 1, "b": {"c": 2, "d": 3}}),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+        ({"a": [1]}, {"a+": 2}, {"a": [1, 2]}),
+        ({}, {"a+": [2, 3]}, {"a": [2, 3]}),
+        ({"a": None}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ({"a": {"class_path": "x.Y", "init_args": {"b": 1}}}, {"a": {"c": 2}},
+         {"a": {"class_path": "x.Y", "init_args": {"b": 1, "c": 2}}}),
+        ({"a": {"class_path": "x.Y", "init_args": {"b": 1}}}, {"a": "none"}, {"a": "none"}),
+        ({"a": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1, "momentum": 2}}}, {"a": "torch.optim.Adam"},
+         {"a": {"class_path": "torch.optim.Adam", "init_args": {"lr": 1}}}),
+        ({"a": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}}, {"a": {"class_path": "SGD"}},
+         {"a": {"class_path": "SGD", "init_args": {"lr": 1}}}),
+        ({"a": "torch.optim.SGD"}, {"a": {"lr": 1}}, {"a": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}}),
+        ({"a": ["FedProx", "Replay"]}, {"a": {"FedProx": {"mu": 1}}},
+         {"a": [{"class_path": "FedProx", "init_args": {"mu": 1}}, "Replay"]}),
+    ],
+)  # fmt: skip
+def test_values_over_values(here, more, expected):
+    before = yaml.safe_dump([here, more])
+    whole = dict(here)
+    merge(whole, more)
+    assert whole == expected
+    whole = dict(here)
+    merge(whole, more)
+    assert yaml.safe_dump([here, more]) == before  # neither is written to
+
+
+def test_an_entry_that_a_list_lacks_is_an_error():
+    with pytest.raises(UnknownNameError) as raised:
+        merge({"callbacks": ["FedProx", "Replay"]}, {"callbacks": {"Replai": {"max_size": 1}}})
+    assert raised.value.hint == "Did you mean Replay?"
+    with pytest.raises(UnknownNameError):  # which of the two is meant?
+        merge({"callbacks": ["Replay", "Replay"]}, {"callbacks": {"Replay": {"max_size": 1}}})
+
+
+def test_words_are_options_files_and_settings_in_order():
+    words = ["quickstart", "--a.b", "-1", "--out", "x", "--config=f.yaml", "--c+=[1]", "more"]
+    rest, layers = take_settings(words, ["--out"])
+    assert rest == ["quickstart", "--out", "x", "more"]
+    assert layers == [Setting("a.b", "-1"), Path("f.yaml"), Setting("c+", "[1]")]
+    assert Recipe(tuple(layers)).words == ["--a.b", "-1", "--config", "f.yaml", "--c+", "[1]"]
+    for wrong, option in ((["--a.b"], "--a.b"), (["--a.b", "--out"], "--a.b"), (["--config"], "--config")):
+        with pytest.raises(MissingValueError) as raised:
+            take_settings(wrong, ["--out"])
+        assert raised.value.argument == option
+
+
+def test_files_that_are_no_recipes(tmp_path):
+    (tmp_path / "list.yaml").write_text("[1]")
+    for file, error in (("list.yaml", InvalidValueError), ("nothing.yaml", MissingFileError)):
+        with pytest.raises(error):
+            Recipe((tmp_path / file,)).content()
+
+
+WRONG = [
+    ("--modle.num_classes 3", UnknownNameError, "modle", "Did you mean model?"),
+    ("--trainer.max_epoch 3", UnknownNameError, "trainer.max_epoch", "Did you mean trainer.max_epochs?"),
+    ("--data.clents 3", UnknownNameError, "data.clents", "Did you mean data.partition.clients?"),
+    ("--model.optimizer.lrr 3", UnknownNameError, "model.optimizer.lrr", "Did you mean lr?"),
+    ("--trainer.callbacks.Replay.max_sze 3", UnknownNameError, "trainer.callbacks.max_sze", "Did you mean max_size?"),
+    ("--model.optimizer.lr 1e-3x", InvalidTypeError, "model.optimizer.lr", "Leave it out for the default, 0.001."),
+    ("--model lightning_fcl.Clasifier", UnknownNameError, "model", "Did you mean Classifier?"),
+    ("--trainer.max_epochs many", InvalidTypeError, "trainer.max_epochs", "Leave it out."),
+    ("--trainer.callbacks os.getcwd", InvalidTypeError, "trainer.callbacks", "Name a class in `class_path`."),
+    ("--trainer.callbacks torch.optim.SGD", InvalidTypeError, "trainer.callbacks", ""),
+    ("--trainer 3", InvalidTypeError, "trainer", ""),
+]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("line", "kind", "argument", "hint"), WRONG)
+def test_what_a_parser_refuses_is_told_by_class(line, kind, argument, hint):
+    with pytest.raises(kind) as raised:
+        resolve_recipe(Recipe.of_words(["--config", str(QUICKSTART), *shlex.split(line)]))
+    assert (raised.value.argument, raised.value.hint) == (argument, hint)
+
+
+@pytest.mark.seconds
+def test_a_recipe_without_a_model():
+    with pytest.raises(MissingValueError) as raised:
+        make_cli({"trainer": {"max_epochs": 1}}, FederatedCLI, runs=False)
+    assert raised.value.argument == "model"
+
+
+@pytest.mark.seconds
+def test_the_reader_of_a_project_s_own_parser_stays_as_it_is():
+    """The library reads its recipes within limits, and leaves jsonargparse's mode for YAML alone."""
+    code = "import jsonargparse; before = jsonargparse.get_loader('yaml'); import lightning_fcl.running.fit\n"
+    code += "assert jsonargparse.get_loader('yaml') is before"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_an_option_of_fit_is_declared_in_one_place(monkeypatch, capsys):
+    plain, notes = fit_command.Fit.arguments, []
+
+    def arguments(self, parser):
+        plain(self, parser)
+        parser.add_argument("--note", help="a note on the run")
+
+    monkeypatch.setattr(fit_command.Fit, "arguments", arguments)
+    monkeypatch.setattr(fit_command.Fit, "run", lambda self, options: notes.append((options.note, options.layers)))
+    main(["fit", "quickstart", "--note", "a word", "--data.batch_size", "8"])
+    assert notes == [("a word", [Setting("data.batch_size", "8")])]
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    assert "a note on the run" in capsys.readouterr().out
+    main(["completion", "bash"])
+    assert "--note" in capsys.readouterr().out
+
+
+def test_printed_commands_can_be_pasted(tmp_path):
+    folder = tmp_path / "a folder's"
+    words = Recipe((folder / "my recipe.yaml", Setting("recipe.row", "it's $HOME"))).words
+    assert shlex.split(shlex.join(words)) == words
