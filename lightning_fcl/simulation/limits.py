@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
@@ -64,17 +65,45 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Callbacks that go across clients or rounds: why, and what to do in their place.
-_ACROSS = "it would go across clients. Use `accumulate_grad_batches`, or a `server_optimizer`"
-_REFUSED = {
-    GradientAccumulationScheduler: _ACROSS,
-    StochasticWeightAveraging: _ACROSS,
-    WeightAveraging: _ACROSS,
-    LearningRateFinder: "it would end within a round. Compare rates over whole rounds, with `lightning-fcl tune`",
-    BatchSizeFinder: "it would end within a round, and what clients learn depends on their batches. Set `batch_size`",
-    ModelPruning: "its masks would be averaged as weights are. Prune the model when the fit is done",
-    SpikeDetection: "it would hold a client's loss against those of others. Clients whose numbers are not finite are "
-    'dropped and named; a reduction such as `"median"` outvotes others',
+_MIXES_CLIENTS = "it would average the models of different clients, step by step"
+
+
+def _average(made: str = "") -> str:
+    return (
+        "Average the server's model after each round: in `on_train_epoch_end` of your own callback, call "
+        f"`update_parameters(pl_module)` of an `AveragedModel(pl_module{made})` from `torch.optim.swa_utils`."
+    )
+
+
+# Callbacks that mix clients or end within a round: why, and the fix. A class stands before its base class.
+_REFUSED: dict[type[L.Callback], tuple[str, str]] = {
+    GradientAccumulationScheduler: (
+        "it would accumulate gradients of different clients",
+        "Set `accumulate_grad_batches` of the Trainer, which holds for every client and round.",
+    ),
+    StochasticWeightAveraging: (
+        _MIXES_CLIENTS,
+        f"{_average()} Its learning rate is that of the scheduler `SWALR`, which `configure_optimizers` can return.",
+    ),
+    EMAWeightAveraging: (_MIXES_CLIENTS, _average(", multi_avg_fn=get_ema_multi_avg_fn(0.9)")),
+    WeightAveraging: (_MIXES_CLIENTS, _average()),
+    LearningRateFinder: (
+        "it would end within a round",
+        "Compare learning rates over whole rounds, with `lightning-fcl tune`.",
+    ),
+    BatchSizeFinder: (
+        "it would end within a round, and results depend on the size of the clients' batches",
+        "Set `batch_size` of the stream.",
+    ),
+    ModelPruning: (
+        "its masks would be averaged as weights are",
+        "Prune the model when the fit is done, with `torch.nn.utils.prune`.",
+    ),
+    SpikeDetection: (
+        "it would compare a client's loss with the losses of other clients",
+        "Leave it out: uploads with non-finite values are dropped anyway. To limit the effect of other outliers, use "
+        '`FederatedStrategy(reductions={"*": "median"})`.',
+    ),
 }
 log = logging.getLogger(__name__)
 _LARGEST = 200_000  # parameters of a module whose clients train side by side
@@ -110,9 +139,13 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of a Trainer whose optimizers and schedulers are made."""
     at_least(1, accumulate_grad_batches=trainer.accumulate_grad_batches)
     for callback in callbacks_of(trainer):
-        for kind, why in _REFUSED.items():
+        for kind, (why, hint) in _REFUSED.items():
             if isinstance(callback, kind):
-                raise InvalidValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
+                raise InvalidValueError(
+                    f"Expected no `{type(callback).__name__}` among the callbacks: {why}.",
+                    hint=hint,
+                    argument="callbacks",
+                )
         often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
         if isinstance(callback, ModelCheckpoint) and any(often.values()):
             settings = " and ".join(f"`{name}={value}`" for name, value in often.items() if value)
