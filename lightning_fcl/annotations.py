@@ -200,7 +200,7 @@ def quoted_value(value: object) -> str:
 
 
 def explain(name: str, value: object, hint: Any, default: object = Parameter.empty) -> str:
-    """Return the message about a value that an annotation does not accept.
+    """Return the message about a value that an annotation does not accept, and the fix.
 
     Example:
         >>> print(explain("batch_size", "16", int | None, None))
@@ -208,11 +208,22 @@ def explain(name: str, value: object, hint: Any, default: object = Parameter.emp
         >>> print(explain("shuffle", 1, bool | None))
         Expected `shuffle` to be True, False or None, but got 1. Use `shuffle=True`.
     """
+    return f"{mismatch(name, value, hint)} {suggest(name, value, hint, default)}"
+
+
+def mismatch(name: str, value: object, hint: Any) -> str:
+    """Return the message about a value that an annotation does not accept, without the fix."""
     wanted = "an object" if isinstance(value, type) else describe(hint)
-    return f"Expected `{name}` to be {wanted}, but got {quoted_value(value)}. {_fix(name, value, hint, default)}"
+    return f"Expected `{name}` to be {wanted}, but got {quoted_value(value)}."
 
 
-def _fix(name: str, value: Any, hint: Any, default: object) -> str:
+def suggest(name: str, value: Any, hint: Any, default: object = Parameter.empty) -> str:
+    """Return the fix for a value that an annotation does not accept, as a sentence.
+
+    Example:
+        >>> suggest("batch_size", "16", int | None, None), suggest("drop_last", "maybe", bool)
+        ('Use `batch_size=16`.', 'Pass True or False.')
+    """
     if isinstance(value, type):
         return f"Use `{name}={value.__name__}({_arguments(value)})`."
     if is_nan(value):

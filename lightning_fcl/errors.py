@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_or
 from lightning_fcl.annotations import (
     accepts,
     describe_choices,
-    explain,
     field_types,
     is_nan,
     is_number,
+    mismatch,
     quoted_value,
     resolve_annotations,
+    suggest,
     to_plain,
     words_of,
 )
@@ -213,7 +214,8 @@ def warn_of_other_lightning() -> None:
 def _refuse(arguments: Mapping[str, float], allows: Callable[[float], bool], expected: str) -> None:
     for name, value in arguments.items():
         if not is_number(value):
-            raise InvalidTypeError(explain(name, value, float), argument=name, value=value)
+            hint = suggest(name, value, float)
+            raise InvalidTypeError(mismatch(name, value, float), hint=hint, argument=name, value=value)
         if not allows(value):
             raise InvalidValueError(f"Expected `{name}` to be {expected} but got {value}.", argument=name, value=value)
 
@@ -308,7 +310,8 @@ def check_argument(name: str, value: object, hint: Any, default: object = Parame
     if get_origin(hint) is Literal and words:
         one_of(words, **{name: value})
     error = InvalidValueError if words or is_nan(value) else InvalidTypeError
-    raise error(explain(name, value, hint, default), argument=name, value=value)
+    fix = suggest(name, value, hint, default)
+    raise error(mismatch(name, value, hint), hint=fix, argument=name, value=value)
 
 
 def check_arguments(make: Callable[Parameters, Value]) -> Callable[Parameters, Value]:

@@ -142,7 +142,7 @@ def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str
                     raise InvalidValueError(
                         f"Expected one `{name}` of the data modules of all clients but got {vars(first)[name]}, and "
                         f"{vars(loading)[name]} of client {client}.",
-                        hint="Give it to `FederatedStream`.",
+                        hint=f"Pass `{name}=` to `FederatedStream`.",
                     )
     for part, like in (("validation", "test"), ("test", "validation")):
         if loaders and part not in loaders:  # its samples are taken from the training samples

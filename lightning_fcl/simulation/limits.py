@@ -129,7 +129,7 @@ def check_settings(
         raise InvalidValueError(
             f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: who "
             "has missed a synchronisation knows no server state that its update could refer to.",
-            hint="Leave one out.",
+            hint="Leave `dropout` and `missing` of the swarm out, or `compression`.",
         )
     if schedule is not None:
         schedule.check(compression)
@@ -165,7 +165,8 @@ def check_trainer(trainer: L.Trainer) -> None:
             )
     if not trainer.optimizers:
         raise InvalidValueError(
-            "Expected an optimizer but `configure_optimizers` returned none.", hint="Return one, over all that learns."
+            "Expected an optimizer but `configure_optimizers` returned none.",
+            hint="Return an optimizer of the trainable parameters.",
         )
     for optimizer in trainer.optimizers:
         check_optimizer(optimizer)
@@ -174,7 +175,8 @@ def check_trainer(trainer: L.Trainer) -> None:
     if any(config.reduce_on_plateau for config in by_step):
         raise InvalidValueError(
             'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step": no metric is known after '
-            "a client's step."
+            "a client's step.",
+            hint='Set `"interval": "epoch"` in `configure_optimizers`.',
         )
     if trainer.accumulate_grad_batches > 1 and any(isinstance(own, LBFGS) for own in trainer.optimizers):
         raise InvalidValueError(
@@ -186,7 +188,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise InvalidValueError(
             'Expected schedulers with `interval="epoch"` (a round) for a module that optimises by hand but got '
             '"step": the federation does not see its steps.',
-            hint="Step them in `training_step`, by what is left of them.",
+            hint="Return the schedulers without an interval, and call `self.lr_schedulers().step()` in "
+            "`training_step`.",
         )
     strategy: FederatedStrategy = trainer.strategy  # type: ignore[assignment]
     limit = strategy.limits.batches

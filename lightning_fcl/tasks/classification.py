@@ -90,7 +90,7 @@ class Classifier(NetworkTask):
             raise InvalidValueError(
                 f"Expected tasks of at least two classes for `task_incremental=True` but class {alone[0]} is a task "
                 "of its own, in which there is nothing to learn.",
-                hint="Cut the classes into fewer `tasks`.",
+                hint="Use fewer experiences, or fewer `tasks` of `FedViTScenario`, so that each has two classes or more.",
             )
         together = torch.eye(max(self.num_classes, stream.num_classes), dtype=torch.bool)
         for block in {block for parts in blocks.values() for block in parts}:
@@ -110,7 +110,7 @@ class Classifier(NetworkTask):
             raise InvalidValueError(
                 f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
                 f"{output.shape[-1]}.",
-                hint="Make them equal.",
+                hint=f"Give the network {self.num_classes} outputs, or set `num_classes={output.shape[-1]}`.",
             )
         return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
 

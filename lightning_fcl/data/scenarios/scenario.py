@@ -329,11 +329,15 @@ def _position(entry: object, names: Sequence[str]) -> int:
 def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
     """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
     known = {kind.__name__: kind for kind in kinds}
-    expected = f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got"
     if not isinstance(given, str):
         return given
     wanted = given.replace("-", "").lower()
     for full, kind in known.items():
         if wanted in (full.lower(), full.lower().removesuffix("scenario")):
             return kind()
-    raise ValueError(f'{expected} "{given}".{did_you_mean(given, known)}')
+    raise UnknownNameError(
+        f'Expected `{argument}` to be an object of {", ".join(known)}, or one of these names, but got "{given}".',
+        hint=did_you_mean(given, known),
+        argument=argument,
+        value=given,
+    )

@@ -1,0 +1,1043 @@
+"""The fixes that error messages name: each row raises the error, applies the fix, and runs without an error."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    ModelPruning,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn
+from torch.nn.utils import prune
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_fcl import (
+    Classifier,
+    Deadline,
+    FedBuff,
+    FederatedStrategy,
+    FederatedStream,
+    Speeds,
+    Swarm,
+    TopK,
+    client_model,
+)
+from lightning_fcl.callbacks import (
+    ContinualMetrics,
+    FedProx,
+)
+from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
+from lightning_fcl.data.scenarios import (
+    Blurry,
+    ClassIncremental,
+    DomainIncremental,
+    Online,
+    Stationary,
+)
+from lightning_fcl.data.split import Split
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    LightningFCLError,
+    MissingValueError,
+    UnknownNameError,
+)
+from lightning_fcl.models import MLP
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call that raises an error, and the fix that the error names.
+
+    Args:
+        call: Function of the fixtures and of the arguments.
+        wrong: Arguments with which it raises the error.
+        fix: Arguments that the fix changes. None: the fix leaves the arguments of ``wrong`` out.
+        hint: Part of the hint that names the fix.
+        error: Class of the error.
+    """
+
+    call: Callable[..., Any]
+    wrong: Mapping[str, Any]
+    fix: Mapping[str, Any] | None
+    hint: str
+    error: type[LightningFCLError] = InvalidValueError
+
+
+ROWS: dict[str, Row] = {}
+MARKS: dict[str, Any] = {"seconds": pytest.mark.seconds, "slow": pytest.mark.slow}
+MARKED: dict[str, list[str]] = {"seconds": [], "slow": []}
+
+
+@pytest.fixture
+def lab(fit, make_stream, make_task, tmp_path):
+    return SimpleNamespace(fit=fit, stream=make_stream, task=make_task, folder=tmp_path)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def has_rounds(trainer, rounds=1):
+    assert trainer.current_epoch >= rounds
+    assert all(value.isfinite().all() for value in trainer.lightning_module.state_dict().values())
+    return trainer
+
+
+# Rows of a fit
+
+
+def fit_one_round(lab, stream=None, task=None, **options):
+    return has_rounds(lab.fit(task or lab.task(), stream or lab.stream(), max_epochs=1, **options))
+
+
+def fit_kind(lab, kind, **options):
+    return fit_one_round(lab, task=kind(MLP([6, 5, 4]), 4, sgd), **options)
+
+
+def small_stream(**options):
+    x, y, client = torch.randn(48, 6), torch.arange(48) % 4, torch.arange(48) // 4 % 2
+    return FederatedStream.from_arrays(x, y, **{"client": client, "scenario": Stationary(), **options})
+
+
+class Average(L.Callback):
+    """Averages the server's model after each round, as the message says."""
+
+    def __init__(self, **options):
+        self.options = options
+
+    def on_fit_start(self, trainer, pl_module):
+        self.averaged = AveragedModel(pl_module, **self.options)
+        self.states = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.averaged.update_parameters(pl_module)
+        self.states.append([value.detach().clone() for value in pl_module.parameters()])
+
+
+def fit_averaged(lab, callback, scheduler=False, mean=None, cohort_size=1):
+    task = lab.task()
+    if scheduler:
+        optimizer = sgd(task.parameters())
+        schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+        task.configure_optimizers = lambda: ([optimizer], [schedule])
+    stream = lab.stream(experiences=1, rounds_per_experience=4)
+    trainer = lab.fit(task, stream, [callback], cohort_size=cohort_size)
+    found = [value for value in callback.averaged.module.parameters()]
+    wanted = [mean(values) for values in zip(*callback.states, strict=True)]
+    assert len(callback.states) == 4 and all(map(torch.allclose, found, wanted))
+    assert not scheduler or trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def average_equally(values):
+    return torch.stack(values).mean(0)
+
+
+def average_newest(values):
+    average = values[0]
+    for value in values[1:]:
+        average = 0.9 * average + 0.1 * value
+    return average
+
+
+AVERAGE = "in `on_train_epoch_end` of your own callback, call `update_parameters(pl_module)` of an `AveragedModel("
+
+
+def fit_and_prune(lab, callbacks=(), pruned=False):
+    task = lab.task()
+    lab.fit(task, lab.stream(), callbacks, max_epochs=1)
+    prune.l1_unstructured(task.model[1], "weight", amount=0.5)
+    prune.remove(task.model[1], "weight")
+    assert (task.model[1].weight == 0).float().mean() == pytest.approx(0.5, abs=0.05)
+
+
+ROWS |= {
+    "callback GradientAccumulationScheduler": Row(
+        fit_one_round,
+        {"callbacks": [GradientAccumulationScheduler({0: 4})]},
+        {"callbacks": [], "trainer_args": {"accumulate_grad_batches": 4}},
+        "Set `accumulate_grad_batches` of the Trainer",
+    ),
+    "callback StochasticWeightAveraging": Row(
+        fit_averaged,
+        {"callback": StochasticWeightAveraging(0.1)},
+        {"callback": Average(), "scheduler": True, "mean": average_equally},
+        "`SWALR`",
+    ),
+    "callback WeightAveraging": Row(
+        fit_averaged,
+        {"callback": WeightAveraging()},
+        {"callback": Average(), "mean": average_equally, "cohort_size": "auto"},
+        f"{AVERAGE}pl_module)`",
+    ),
+    "callback EMAWeightAveraging": Row(
+        fit_averaged,
+        {"callback": EMAWeightAveraging()},
+        {"callback": Average(multi_avg_fn=get_ema_multi_avg_fn(0.9)), "mean": average_newest},
+        f"{AVERAGE}pl_module, multi_avg_fn=get_ema_multi_avg_fn(0.9))`",
+    ),
+    "callback BatchSizeFinder": Row(
+        lambda lab, callbacks, batch_size: fit_one_round(lab, lab.stream(batch_size=batch_size), callbacks=callbacks),
+        {"callbacks": [BatchSizeFinder()], "batch_size": 8},
+        {"callbacks": [], "batch_size": 32},
+        "Set `batch_size` of the stream.",
+    ),
+    "callback ModelPruning": Row(
+        fit_and_prune,
+        {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]},
+        None,
+        "Prune the model when the fit is done, with `torch.nn.utils.prune`.",
+    ),
+    "callback SpikeDetection": Row(
+        fit_one_round,
+        {"callbacks": [SpikeDetection()]},
+        {"callbacks": [], "reductions": {"*": "median"}},
+        '`FederatedStrategy(reductions={"*": "median"})`',
+    ),
+    "callback ModelCheckpoint by step": Row(
+        lambda lab, **options: fit_one_round(
+            lab,
+            callbacks=[ModelCheckpoint(lab.folder, **options)],
+            trainer_args={"enable_checkpointing": True},
+        ),
+        {"every_n_train_steps": 2},
+        {"every_n_train_steps": None, "every_n_epochs": 1},
+        "Set `every_n_epochs=1`.",
+    ),
+    "callback is a class": Row(
+        fit_one_round,
+        {"callbacks": [ContinualMetrics]},
+        {"callbacks": [ContinualMetrics()]},
+        "Use `ContinualMetrics(...)`.",
+        InvalidTypeError,
+    ),
+    "data module is a class": Row(
+        lambda lab, stream: lab.fit(lab.task(), stream, max_epochs=1),
+        {"stream": FederatedStream},
+        {"stream": small_stream()},
+        "Use `FederatedStream(...)`.",
+        InvalidTypeError,
+    ),
+}
+
+
+class Plateau(Classifier):
+    """Lowers its learning rate when a metric stops improving."""
+
+    monitor, interval = "val/loss", "epoch"
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = ReduceLROnPlateau(optimizer)
+        found = {"scheduler": schedule, "monitor": self.monitor, "interval": self.interval}
+        return {"optimizer": optimizer, "lr_scheduler": found}
+
+
+def fit_plateau(lab, validation=0.0, **options):
+    task = Plateau(MLP([6, 5, 4]), 4, sgd)
+    vars(task).update(options)
+    validation_step = task.validation_step
+    task.validation_step = lambda batch, batch_idx: [validation_step(batch, batch_idx), task.log("val/loss", 1.0)][0]
+    return fit_one_round(lab, lab.stream(validation=validation), task)
+
+
+class ByHand(Classifier):
+    """Optimizes by hand."""
+
+    schedule_options: Mapping[str, Any] = {}
+    steps_itself = False
+
+    def __init__(self, **options):
+        super().__init__(MLP([6, 5, 4]), 4, sgd)
+        self.automatic_optimization = False
+        vars(self).update(options)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.5), **self.schedule_options}]
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        if self.steps_itself:
+            self.lr_schedulers().step()
+
+
+def fit_by_hand(lab, **options):
+    task, rates = ByHand(**options), []
+
+    class Rates(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            rates.append((batch_idx, pl_module.optimizers().param_groups[0]["lr"]))
+
+    fit_one_round(lab, task=task, callbacks=[Rates()])
+    # Each client begins its schedule anew.
+    assert [rate for _, rate in rates] == [0.1 * 0.5**batch for batch, _ in rates]
+
+
+def fit_lazy(lab, layer, configured=False):
+    class Lazy(Classifier):
+        def configure_model(self):
+            if configured:
+                self.model(torch.zeros(2, 6))
+
+    return fit_one_round(lab, task=Lazy(nn.Sequential(layer, nn.Linear(5, 4)), 4, sgd))
+
+
+class States(Classifier):
+    """A classifier with a `state_dict` of its own."""
+
+    def __init__(self, state_dict):
+        super().__init__(MLP([6, 5, 4]), 4, sgd)
+        self.states = state_dict
+
+    def state_dict(self, *args, **kwargs):
+        return self.states(super().state_dict, *args, **kwargs)
+
+
+def without_keep_vars(state_dict, destination=None, prefix=""):
+    return state_dict(prefix=prefix)
+
+
+def copied(state_dict, *args, **kwargs):
+    return {name: value.clone() for name, value in state_dict(*args, **kwargs).items()}
+
+
+def own_tensors(state_dict, *args, **kwargs):
+    return state_dict(*args, **kwargs)
+
+
+def only_the_head(state_dict, *args, **kwargs):
+    return {name: value for name, value in state_dict(*args, **kwargs).items() if "model.3" in name}
+
+
+def fit_states(lab, states, frozen=()):
+    task = States(states)
+    for name, parameter in task.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    return fit_one_round(lab, task=task)
+
+
+class Grows(Classifier):
+    """Gets a new output layer after the first round."""
+
+    in_place = False
+
+    def on_train_epoch_start(self):
+        if self.trainer.current_epoch != 1:
+            return
+        self.model[-1] = nn.Linear(5, 4)
+        if self.in_place:
+            self.optimizers().param_groups[0]["params"] = [*self.parameters()]
+        else:
+            self.trainer.strategy.optimizers = [sgd(self.parameters())]
+
+
+def fit_growing(lab, in_place):
+    task = Grows(MLP([6, 5, 4]), 4, sgd)
+    task.in_place = in_place
+    has_rounds(lab.fit(task, lab.stream(), max_epochs=2), 2)
+
+
+class Skips(Classifier):
+    """Leaves out batches."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx else None
+
+
+class ZeroLoss(Classifier):
+    """Learns from the first batch of a client only."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * 0.0 if batch_idx else loss
+
+
+class Counts(Classifier):
+    """Asks for the number of steps."""
+
+    by_round = False
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        steps = self.trainer.max_epochs if self.by_round else self.trainer.estimated_stepping_batches
+        return [optimizer], [StepLR(optimizer, steps)]
+
+
+def fit_counting(lab, by_round):
+    task = Counts(MLP([6, 5, 4]), 4, sgd)
+    task.by_round = by_round
+    return fit_one_round(lab, lab.stream(partition="dirichlet"), task)
+
+
+class Returns(Classifier):
+    """A classifier with other optimizers."""
+
+    def __init__(self, optimizers, optimizer=sgd):
+        super().__init__(MLP([6, 5, 4]), 4, optimizer)
+        self.find = optimizers
+
+    def configure_optimizers(self):
+        return self.find(self)
+
+
+class TwoByHand(Returns):
+    """Trains with two optimizers."""
+
+    def __init__(self):
+        super().__init__(lambda task: [sgd(task.model[1].parameters()), sgd(task.model[3].parameters())])
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+
+
+class Iterates(Classifier):
+    """Takes the loader in place of a batch."""
+
+    def training_step(self, dataloader_iter):
+        return super().training_step(next(dataloader_iter), 0)
+
+
+ROWS |= {
+    "ReduceLROnPlateau without validation samples": Row(
+        fit_plateau, {}, {"validation": 0.25}, "Give it `split=Split(validation=0.1)`"
+    ),
+    "ReduceLROnPlateau of training": Row(
+        fit_plateau, {}, {"monitor": "train/loss"}, "monitor what is logged in training"
+    ),
+    "ReduceLROnPlateau by step": Row(
+        fit_plateau, {"interval": "step", "validation": 0.25}, {"interval": "epoch"}, '`"interval": "epoch"`'
+    ),
+    "no optimizer": Row(
+        lambda lab, find: fit_one_round(lab, task=Returns(find)),
+        {"find": lambda task: []},
+        {"find": lambda task: sgd(task.parameters())},
+        "Return an optimizer of the trainable parameters.",
+    ),
+    "LBFGS with accumulated gradients": Row(
+        lambda lab, every, size: fit_one_round(
+            lab,
+            lab.stream(batch_size=size),
+            lab.task(lbfgs),
+            trainer_args={"accumulate_grad_batches": every},
+        ),
+        {"every": 2, "size": 8},
+        {"every": 1, "size": 16},
+        "Raise `batch_size` instead.",
+    ),
+    "LBFGS that is kept": Row(
+        lambda lab, **options: fit_one_round(lab, task=lab.task(lbfgs), **options),
+        {"keep_optimizer": True},
+        None,
+        "Leave it out.",
+    ),
+    "schedule by step of a module that optimizes by hand": Row(
+        fit_by_hand,
+        {"schedule_options": {"interval": "step"}, "steps_itself": True},
+        {"schedule_options": {}},
+        "`self.lr_schedulers().step()` in `training_step`",
+    ),
+    "limit_train_batches beside a schedule": Row(
+        fit_one_round,
+        {"schedule": Deadline(Speeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
+        {"trainer_args": {}},
+        "Leave one out.",
+    ),
+    "max_steps": Row(
+        lambda lab, epochs, **limits: lab.fit(lab.task(), lab.stream(), max_epochs=epochs, trainer_args=limits),
+        {"max_steps": 10, "epochs": -1},
+        {"max_steps": -1, "epochs": 1},
+        "Use `max_epochs` and `min_epochs`.",
+    ),
+    "val_check_interval": Row(
+        fit_one_round,
+        {"trainer_args": {"val_check_interval": 0.5}},
+        {"trainer_args": {"check_val_every_n_epoch": 1}},
+        "Use `check_val_every_n_epoch`.",
+    ),
+    "dataloader_iter": Row(
+        fit_kind,
+        {"kind": Iterates},
+        {"kind": Classifier},
+        "Take `batch` and `batch_idx`.",
+    ),
+    "lazy layer": Row(
+        fit_lazy, {"layer": nn.LazyLinear(5)}, {"layer": nn.Linear(6, 5)}, "Give its layer the number of inputs"
+    ),
+    "lazy layer in configure_model": Row(
+        fit_lazy, {"layer": nn.LazyLinear(5)}, {"configured": True}, "call the module on a batch in `configure_model`"
+    ),
+    "state_dict without keep_vars": Row(
+        fit_states, {"states": without_keep_vars}, {"states": own_tensors}, "Give it `*args, **kwargs`"
+    ),
+    "state_dict of copies": Row(fit_states, {"states": copied}, {"states": own_tensors}, "the module's own tensors"),
+    "state_dict without parameters that learn": Row(
+        fit_states, {"states": only_the_head}, {"frozen": ["model.1"]}, "freeze"
+    ),
+    "num_classes of the task": Row(
+        lambda lab, classes: fit_one_round(lab, task=Classifier(MLP([6, 5, classes]), classes, sgd)),
+        {"classes": 3},
+        {"classes": 4},
+        "Raise it, and the network's.",
+    ),
+    "optimizers of a hook": Row(
+        fit_growing,
+        {"in_place": False},
+        {"in_place": True},
+        'Give what is there the new parameters: `self.optimizers().param_groups[0]["params"] = [*self.parameters()]`',
+    ),
+    "monitor that is not logged": Row(
+        lambda lab, monitor: has_rounds(
+            lab.fit(
+                lab.task(),
+                lab.stream(),
+                [ModelCheckpoint(lab.folder, monitor=monitor)],
+                trainer_args={"enable_checkpointing": True},
+            )
+        ),
+        {"monitor": "train_loss"},
+        {"monitor": "train/loss"},
+        "Did you mean train/loss?",
+        UnknownNameError,
+    ),
+    "round ended by a hook": Row(
+        fit_kind,
+        {"kind": Skips},
+        {"kind": Classifier, "trainer_args": {"limit_train_batches": 2}},
+        "set `limit_train_batches`",
+    ),
+    "round ended by a hook, with a loss of zero": Row(
+        fit_kind, {"kind": Skips}, {"kind": ZeroLoss}, "a loss of zero from `training_step`"
+    ),
+    "steps that differ between clients": Row(
+        fit_counting, {"by_round": False}, {"by_round": True}, "Count rounds, `trainer.max_epochs`"
+    ),
+    "two optimizers beside a method": Row(
+        lambda lab, callbacks: fit_one_round(lab, task=TwoByHand(), callbacks=callbacks),
+        {"callbacks": [FedProx(0.1)]},
+        {"callbacks": []},
+        "Leave `FedProx` out.",
+    ),
+    "max_epochs beyond the stream": Row(
+        lambda lab, epochs: has_rounds(lab.fit(lab.task(), lab.stream(), max_epochs=epochs)),
+        {"epochs": 9},
+        {"epochs": 2},
+        "Set `max_epochs=2`, or leave it out.",
+    ),
+    "data that are no stream": Row(
+        lambda lab, data: lab.fit(lab.task(), data(), max_epochs=1),
+        {"data": lambda: L.LightningDataModule.from_datasets(TensorDataset(torch.zeros(8, 6), torch.zeros(8).long()))},
+        {"data": lambda: small_stream()},
+        "`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data.",
+    ),
+    "swarm with dropout beside compression": Row(
+        lambda lab, **options: FederatedStrategy(**options),
+        {"swarm": Swarm(dropout=0.5), "compression": TopK(0.1)},
+        {"swarm": Swarm()},
+        "Leave `dropout` and `missing`",
+    ),
+    "swarm beside a schedule": Row(
+        lambda lab, **options: FederatedStrategy(**options),
+        {"swarm": Swarm(), "schedule": Deadline(Speeds(0.01))},
+        {"swarm": None},
+        "Leave one out.",
+    ),
+    "FedBuff beside compression": Row(
+        lambda lab, **options: FederatedStrategy(**options),
+        {"schedule": FedBuff(Speeds(0.01), 2), "compression": TopK(0.1)},
+        {"compression": None},
+        "Leave one out.",
+    ),
+    "FedBuff with a large buffer": Row(
+        lambda lab, size: fit_one_round(lab, schedule=FedBuff(Speeds(0.01), buffer_size=size)),
+        {"size": 9},
+        {"size": 2},
+        "Lower it.",
+    ),
+    "FedBuff with a median": Row(
+        lambda lab, schedule: fit_one_round(lab, schedule=schedule, reductions={"*": "median"}),
+        {"schedule": FedBuff(Speeds(0.01), 2)},
+        {"schedule": Deadline(Speeds(0.01))},
+        "Use a `Deadline`",
+    ),
+    "speeds are missing": Row(
+        lambda lab, speeds: fit_one_round(lab, schedule=Deadline(speeds)),
+        {"speeds": Speeds(clients={"0": {"seconds_per_sample": 0.1}})},
+        {"speeds": Speeds(0.01, clients={"0": {"seconds_per_sample": 0.1}})},
+        "Set it in `Speeds`",
+        MissingValueError,
+    ),
+    "pattern of reductions without an entry": Row(
+        fit_one_round,
+        {"reductions": {"head.*": "none"}},
+        {"reductions": {"model.3.*": "none"}},
+        "The entries are: model.1.weight",
+    ),
+    "optimizer with a negative rate": Row(
+        lambda lab, rate: fit_one_round(lab, server_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate)),
+        {"rate": -1.0},
+        {"rate": 1.0},
+        "arguments",
+    ),
+    "optimizer with a rate of NaN": Row(
+        lambda lab, rate: fit_one_round(lab, task=lab.task(lambda parameters: torch.optim.SGD(parameters, lr=rate))),
+        {"rate": float("nan")},
+        {"rate": 0.01},
+        "Use a finite number, such as `lr=0.01`.",
+    ),
+    "batches of one sample beside batch normalization": Row(
+        lambda lab, size: fit_one_round(
+            lab,
+            lab.stream(batch_size=size),
+            lab.task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))),
+        ),
+        {"size": 1},
+        {"size": 2},
+        "Use `batch_size=2` or more.",
+    ),
+    "client_model within another": Row(
+        lambda lab, together: show_two(fit_one_round(lab), together),
+        {"together": True},
+        {"together": False},
+        "Leave that first.",
+    ),
+}
+
+
+def show_two(trainer, together):
+    with client_model(trainer, "0"):
+        if together:
+            with client_model(trainer, "1"):
+                pass
+    with client_model(trainer, "1"):
+        pass
+
+
+# Rows of data
+
+
+def stream_of(lab=None, **options):
+    stream = small_stream(**options)
+    stream.setup("fit")
+    assert stream.plan.rounds and stream.plan.clients
+    return stream
+
+
+def stream_of_data(lab, data, **options):
+    stream = FederatedStream(data, Stationary(), **options)
+    stream.setup("fit")
+    assert len(stream.samples)
+    return stream
+
+
+def pairs(size=24, features=6, classes=4, first=0):
+    return TensorDataset(torch.randn(size, features), torch.arange(size) % classes + first)
+
+
+class Ragged(Dataset):
+    """Samples of different lengths."""
+
+    def __init__(self, pad=None, size=24):
+        self.pad, self.size = pad, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.ones(self.pad or 1 + index % 3), index % 4
+
+
+def pad_batch(items):
+    x, y = zip(*items, strict=True)
+    return nn.utils.rnn.pad_sequence(x, batch_first=True), torch.tensor(y)
+
+
+class Moves(L.LightningDataModule):
+    """Changes batches in a hook, or samples in the dataset."""
+
+    def __init__(self, in_dataset=False):
+        super().__init__()
+        self.in_dataset = in_dataset
+
+    def train_dataloader(self):
+        data = pairs()
+        if self.in_dataset:
+            data = [(x + 1, y) for x, y in data]
+        return DataLoader(data, batch_size=8, shuffle=True)
+
+    def test_dataloader(self):
+        return DataLoader(pairs(8), batch_size=8)
+
+
+class MovesBatches(Moves):
+    """Changes batches in a hook."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] + 1, batch[1]]
+
+
+def module_of(**options):
+    options = {"batch_size": 8, **options}
+    return L.LightningDataModule.from_datasets(pairs(), test_dataset=pairs(8), **options)
+
+
+class Streams(IterableDataset):
+    """Samples without numbers."""
+
+    def __iter__(self):
+        return iter(pairs())
+
+
+def images(size=24, channels=3):
+    return np.random.default_rng(0).integers(256, size=(size, channels, 8, 8), dtype=np.uint8)
+
+
+X, Y = torch.randn(24, 6), torch.arange(24) % 4
+OWNER = np.arange(24) // 4 % 3
+FLAT = np.full((24, 6), np.nan, dtype=np.float32)
+
+
+def divide(lab, partition):
+    parts = partition.divide(np.repeat(np.arange(4), 6), None, np.random.default_rng(0))
+    assert all(len(part) for part in parts.values())
+
+
+def stream_of_arrays(lab, x=X, y=Y, **options):
+    stream = FederatedStream.from_arrays(x, y, **{"scenario": Stationary(), "partition": IID(2), **options})
+    stream.setup("fit")
+    return stream
+
+
+ROWS |= {
+    "classes that experiences do not divide": Row(
+        stream_of, {"scenario": ClassIncremental(3)}, {"scenario": ClassIncremental([2, 1, 1])}, "such as [2, 1, 1]"
+    ),
+    "classes that experiences do not divide, by a divisor": Row(
+        stream_of, {"scenario": ClassIncremental(3)}, {"scenario": ClassIncremental(2)}, "`experiences=2`"
+    ),
+    "order of all clients and of each": Row(
+        lambda lab, **options: ClassIncremental(2, **options),
+        {"class_order": [3, 2, 1, 0], "order_per_client": True},
+        {"order_per_client": False},
+        "Leave one out.",
+    ),
+    "order without a client": Row(
+        stream_of,
+        {"scenario": ClassIncremental(2, class_order={"0": [3, 2, 1, 0]})},
+        {"scenario": ClassIncremental(2, class_order={"0": [3, 2, 1, 0], "1": [0, 1, 2, 3]})},
+        "Add it.",
+        MissingValueError,
+    ),
+    "order with a wrong name": Row(
+        stream_of,
+        {
+            "classes": ["cat", "dog", "cow", "hen"],
+            "scenario": ClassIncremental(2, class_order=["cat", "dgo", "cow", "hen"]),
+        },
+        {"scenario": ClassIncremental(2, class_order=["cat", "dog", "cow", "hen"])},
+        "Did you mean dog?",
+        UnknownNameError,
+    ),
+    "order of numbers with two meanings": Row(
+        stream_of,
+        {"classes": ["1", "0", "2", "3"], "scenario": ClassIncremental(2, class_order=[1, 0, 2, 3])},
+        {"scenario": ClassIncremental(2, class_order=["1", "0", "2", "3"])},
+        'Write names as text, as in ["1", "0", "2", ...].',
+    ),
+    "domains without a group": Row(
+        stream_of,
+        {"scenario": DomainIncremental()},
+        {"group": torch.arange(48) // 24},
+        "Pass `group=` to `FederatedStream.from_arrays`",
+    ),
+    "samples_per_round": Row(
+        stream_of,
+        {"scenario": ClassIncremental(1, 3, samples_per_round=100)},
+        {"scenario": ClassIncremental(1, 3, samples_per_round=2)},
+        "Lower `samples_per_round`",
+    ),
+    "Blurry with many experiences": Row(stream_of, {"scenario": Blurry(9)}, {"scenario": Blurry(4)}, "`experiences=4`"),
+    "Online with a history": Row(
+        stream_of,
+        {"scenario": Online(ClassIncremental(2, history="seen"))},
+        {"scenario": Online(ClassIncremental(2))},
+        "Leave it out.",
+    ),
+    "owners beside a scenario with its own clients": Row(
+        lambda lab, **options: FederatedStream("digits", "fedvit", **options),
+        {"partition": IID(2)},
+        None,
+        "Leave it out.",
+    ),
+    "Natural without owners": Row(
+        stream_of_arrays, {"partition": Natural()}, {"partition": IID(2)}, "Use another `partition`, such as `IID`."
+    ),
+    "Dirichlet without a division": Row(
+        divide,
+        {"partition": Dirichlet(8, alpha=0.01, min_size=2)},
+        {"partition": Dirichlet(8, alpha=100.0, min_size=2)},
+        "Raise `alpha`",
+    ),
+    "Dirichlet without a division, by min_size": Row(
+        divide,
+        {"partition": Dirichlet(8, alpha=0.3, min_size=3)},
+        {"partition": Dirichlet(8, alpha=0.3, min_size=1)},
+        "lower `min_size`",
+    ),
+    "Dirichlet without a division, by clients": Row(
+        divide,
+        {"partition": Dirichlet(12, alpha=0.3, min_size=2)},
+        {"partition": Dirichlet(2, alpha=0.3, min_size=2)},
+        "or `clients`",
+    ),
+    "ClassSubsets with a small fraction": Row(
+        divide,
+        {"partition": ClassSubsets(4, 2, fraction=0.05)},
+        {"partition": ClassSubsets(4, 2, fraction=0.4)},
+        "Raise `fraction`",
+    ),
+    "ClassSubsets with many clients": Row(
+        divide,
+        {"partition": ClassSubsets(12, 4, fraction=0.2)},
+        {"partition": ClassSubsets(3, 4, fraction=0.2)},
+        "or lower `clients`",
+    ),
+    "ClassSubsets with many classes": Row(
+        divide,
+        {"partition": ClassSubsets(12, 4, fraction=0.5)},
+        {"partition": ClassSubsets(12, 1, fraction=0.5)},
+        "`classes_per_client`",
+    ),
+    "nothing to train on": Row(
+        stream_of,
+        {"split": Split(test=0.9, validation=0.9)},
+        {"split": Split(test=0.2)},
+        "Lower `test` or `validation`",
+    ),
+    "no official test set": Row(
+        stream_of, {"split": Split(test="official")}, {"split": Split(test=0.2)}, "Use a fraction, such as `test=0.2`"
+    ),
+    "split with a typo": Row(
+        lambda lab, test: stream_of_data(
+            lab, {"train": pairs(), "test": pairs(8)}, partition=IID(2), split=Split(test=test)
+        ),
+        {"test": "oficial"},
+        {"test": "official"},
+        '`test="official"`',
+    ),
+    "split by owners without owners": Row(
+        stream_of_arrays,
+        {"split": Split(test=["1"])},
+        {"client": OWNER, "partition": Natural()},
+        "or pass the owners as `client`",
+    ),
+    "targets of a regression in a scenario of classes": Row(
+        stream_of_arrays,
+        {"y": torch.randn(24), "scenario": ClassIncremental(2)},
+        {"y": Y},
+        "pass labels as `y`",
+    ),
+    "targets of a regression in a scenario of classes, stationary": Row(
+        stream_of_arrays,
+        {"y": torch.randn(24), "scenario": ClassIncremental(2)},
+        {"scenario": Stationary()},
+        "Use `Stationary`",
+    ),
+    "targets of a regression in a partition of classes": Row(
+        stream_of_arrays, {"y": torch.randn(24), "partition": Shards(2)}, {"partition": IID(2)}, "`IID`"
+    ),
+    "labels with a second axis": Row(
+        stream_of_arrays, {"y": Y[:, None]}, {"y": Y[:, None].squeeze(-1)}, "`y.squeeze(-1)`"
+    ),
+    "labels with a second axis that are no classes": Row(
+        stream_of_arrays, {"y": Y[:, None]}, {"classes": ()}, "pass `classes=()`"
+    ),
+    "targets that are NaN": Row(
+        stream_of_arrays,
+        {"y": torch.full((24,), float("nan"))},
+        {"y": torch.randn(24)},
+        "Correct or drop these samples",
+    ),
+    "targets of a floating type with classes": Row(
+        stream_of_arrays,
+        {"y": torch.randn(24), "classes": ["a", "b"]},
+        {"classes": None},
+        "Leave `classes` out.",
+        InvalidTypeError,
+    ),
+    "label without a name": Row(
+        stream_of_arrays, {"classes": ["a", "b", "c"]}, {"classes": ["a", "b", "c", "d"]}, "or name every class."
+    ),
+    "samples that are NaN": Row(stream_of_arrays, {"x": FLAT}, {"x": np.nan_to_num(FLAT)}, "these samples first."),
+    "samples that are text": Row(
+        stream_of_arrays,
+        {"x": np.full((24, 6), "1")},
+        {"x": np.full((24, 6), "1").astype(np.float32)},
+        "`x.astype(np.float32)`",
+        InvalidTypeError,
+    ),
+    "samples of different shapes": Row(
+        stream_of_arrays,
+        {"x": [[1.0] * (1 + n % 2) for n in range(24)]},
+        {"x": [[1.0] * 2 for n in range(24)]},
+        "Convert the samples to one shape.",
+    ),
+    "targets of other samples": Row(stream_of_arrays, {"y": Y[:20]}, {"y": Y}, "Pass one for each."),
+    "owners of a floating type": Row(
+        stream_of_arrays,
+        {"client": OWNER / 2, "partition": None},
+        {"client": OWNER.astype(str)},
+        "as `client.astype(str)` does",
+    ),
+    "mean without std": Row(stream_of_arrays, {"x": images(), "mean": 0.5}, {"std": 0.25}, "Pass `mean` and `std`"),
+    "mean of grey levels": Row(
+        stream_of_arrays,
+        {"x": images(), "mean": 127.0, "std": 64.0},
+        {"mean": 127.0 / 255, "std": 64.0 / 255},
+        "in units of 255 grey levels",
+    ),
+    "mean of images that are floats": Row(
+        stream_of_arrays,
+        {"x": images().astype(np.float32), "mean": 0.5, "std": 0.25},
+        {"x": (images().astype(np.float32) / 255 - 0.5) / 0.25, "mean": None, "std": None},
+        "ormali",
+    ),
+    "client without samples": Row(
+        stream_of_data,
+        {"data": {"a": pairs(), "b": pairs(0)}},
+        {"data": {"a": pairs()}},
+        "Leave client b out.",
+        MissingValueError,
+    ),
+    "clients of different shapes": Row(
+        stream_of_data,
+        {"data": {"a": pairs(), "b": pairs(features=5)}},
+        {"data": {"a": pairs(), "b": pairs()}},
+        "Convert the samples to one shape",
+    ),
+    "clients of different shapes with collate_fn": Row(
+        stream_of_data,
+        {"data": {"a": Ragged(4), "b": Ragged(3)}},
+        {"collate_fn": pad_batch},
+        "pass a `collate_fn` that makes batches of them",
+    ),
+    "splits with another key": Row(
+        stream_of_data,
+        {"data": {"train": pairs(), "test": pairs(8), "extra": pairs(8)}, "partition": IID(2)},
+        {"data": {"train": pairs(), "test": pairs(8)}},
+        "Leave out what is neither",
+    ),
+    "test samples of an unknown class": Row(
+        stream_of_data,
+        {"data": {"train": pairs(classes=3), "test": pairs(8)}, "partition": IID(2)},
+        {"data": {"train": pairs(classes=3), "test": pairs(8, classes=3)}},
+        "Drop these samples",
+    ),
+    "y of other clients": Row(
+        stream_of_data,
+        {"data": {"a": pairs(), "b": pairs()}, "y": {"a": Y}},
+        {"y": {"a": Y, "b": Y}},
+        "Pass a dict or a list with the clients of `data`.",
+    ),
+    "y of fewer samples": Row(
+        stream_of_data,
+        {"data": {"a": pairs(), "b": pairs()}, "y": {"a": Y, "b": Y[:3]}},
+        {"y": {"a": Y, "b": Y}},
+        "Pass one for each sample, in their order.",
+    ),
+    "y of fewer splits": Row(
+        stream_of_data,
+        {"data": {"train": pairs(), "test": pairs(8)}, "partition": IID(2), "y": {"train": Y}},
+        {"y": {"train": Y, "test": Y[:8]}},
+        "Pass a dict with one array for each.",
+    ),
+    "y of a public dataset": Row(
+        stream_of_data, {"data": "digits", "y": Y, "partition": IID(2)}, {"y": None}, "Leave it out."
+    ),
+    "name of a dataset": Row(
+        stream_of_data,
+        {"data": "digit", "partition": IID(2)},
+        {"data": "digits"},
+        "Did you mean digits?",
+        UnknownNameError,
+    ),
+    "data modules with hooks for batches": Row(
+        stream_of_data,
+        {"data": {"a": MovesBatches(), "b": MovesBatches()}},
+        {"data": {"a": Moves(True), "b": Moves(True)}},
+        "transform",
+    ),
+    "data modules of some clients": Row(
+        stream_of_data,
+        {"data": {"a": module_of(), "b": pairs()}},
+        {
+            "data": {
+                "a": module_of(),
+                "b": L.LightningDataModule.from_datasets(pairs(), test_dataset=pairs(8), batch_size=8),
+            }
+        },
+        "`L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`",
+        MissingValueError,
+    ),
+    "data modules with different batch sizes": Row(
+        stream_of_data,
+        {"data": {"a": module_of(), "b": module_of(batch_size=4)}},
+        {"batch_size": 4},
+        "Pass `batch_size=` to `FederatedStream`.",
+    ),
+    "scenario with a typo": Row(
+        lambda lab, scenario: FederatedStream("digits", scenario),
+        {"scenario": "ClassIncrementel"},
+        {"scenario": "ClassIncremental"},
+        "Did you mean ClassIncremental?",
+        UnknownNameError,
+    ),
+    "partition with a typo": Row(
+        lambda lab, partition: FederatedStream("digits", partition=partition),
+        {"partition": "Dirichlett"},
+        {"partition": "Dirichlet"},
+        "Did you mean Dirichlet?",
+        UnknownNameError,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=name, marks=[MARKS[kind] for kind in MARKED if name in MARKED[kind]])
+        for name, row in ROWS.items()
+    ],
+)
+def test_fix_of_a_message_works(lab, row):
+    with pytest.raises(row.error) as caught:
+        row.call(lab, **row.wrong)
+    assert type(caught.value) is row.error
+    assert caught.value.hint and row.hint in caught.value.hint
+    assert str(caught.value).endswith(caught.value.hint)
+    row.call(lab, **({**row.wrong, **row.fix} if row.fix is not None else {}))
