@@ -31,20 +31,41 @@ from lightning_fcl import (
     FedBuff,
     FederatedStrategy,
     FederatedStream,
+    RidgeClassifier,
     Speeds,
     Swarm,
     TopK,
     client_model,
 )
 from lightning_fcl.callbacks import (
+    APFL,
+    BCN,
+    CCVR,
+    EWC,
+    SCAFFOLD,
+    ActivationDensity,
     ContinualMetrics,
+    FedDyn,
+    FedKNOW,
+    FedNova,
+    FedProto,
     FedProx,
+    FedRep,
+    FedViT,
+    FedWEIT,
+    FLwF2T,
+    IntrinsicPlasticity,
+    LogitAdjustment,
+    LVTMethod,
+    Replay,
+    Unlearning,
 )
 from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
 from lightning_fcl.data.scenarios import (
     Blurry,
     ClassIncremental,
     DomainIncremental,
+    FedViTScenario,
     Online,
     Stationary,
 )
@@ -56,7 +77,8 @@ from lightning_fcl.errors import (
     MissingValueError,
     UnknownNameError,
 )
-from lightning_fcl.models import MLP
+from lightning_fcl.models import HARCNN, MLP, Decomposed, EchoStateNetwork
+from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 
 @dataclass(frozen=True)
@@ -79,8 +101,7 @@ class Row:
 
 
 ROWS: dict[str, Row] = {}
-MARKS: dict[str, Any] = {"seconds": pytest.mark.seconds, "slow": pytest.mark.slow}
-MARKED: dict[str, list[str]] = {"seconds": [], "slow": []}
+SECONDS: set[str] = {"callback GradientAccumulationScheduler"}  # rows that take half a second or more
 
 
 @pytest.fixture
@@ -111,7 +132,7 @@ def fit_kind(lab, kind, **options):
 
 def small_stream(**options):
     x, y, client = torch.randn(48, 6), torch.arange(48) % 4, torch.arange(48) // 4 % 2
-    return FederatedStream.from_arrays(x, y, **{"client": client, "scenario": Stationary(), **options})
+    return FederatedStream.from_arrays(**{"x": x, "y": y, "client": client, "scenario": Stationary(), **options})
 
 
 class Average(L.Callback):
@@ -1027,12 +1048,443 @@ ROWS |= {
 }
 
 
+# Rows of methods, tasks, networks and metrics
+
+
+def fit_with(lab, method, options=None, stream=None, **arguments):
+    return fit_one_round(lab, lab.stream(**(stream or {})), callbacks=[method(**(options or {}))], **arguments)
+
+
+class Numbers(nn.Module):
+    """Turns whole numbers into floating-point numbers."""
+
+    def forward(self, x):
+        return x.float()
+
+
+class Plain(L.LightningModule):
+    """A module that does not define the loss of single samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = MLP([6, 5, 4])
+
+    def forward(self, x):
+        return self.model(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+class StatesLoss(Plain):
+    """A module that defines the loss of single samples."""
+
+    speaks_lightning_fcl = True
+
+    def sample_loss(self, output, y):
+        return nn.functional.cross_entropy(output, y, reduction="none")
+
+
+class Embeds(StatesLoss):
+    """A module that defines its features."""
+
+    num_classes, features = 4, 5
+
+    def embed(self, x):
+        return self.model.embed(x)
+
+
+def fit_module(lab, module, method):
+    return fit_one_round(lab, task=module(), callbacks=[method])
+
+
+def fit_fedweit(lab, incremental=True, tasks=2, others=(), **reductions):
+    net = Decomposed(lab_net(), tasks=tasks)
+    task = Classifier(net, 4, sgd, task_incremental=incremental)
+    return fit_one_round(lab, task_stream(), task, callbacks=[FedWEIT(), *others], **reductions)
+
+
+def task_stream(tasks=2, **options):
+    scenario = FedViTScenario(
+        tasks, clients=2, classes_per_client=(4 // tasks,) * 2, share=(0.4, 0.5), rounds_per_task=1
+    )
+    x, y = torch.randn(120, 6), torch.arange(120) % 4
+    return FederatedStream.from_arrays(x, y, **{"scenario": scenario, **options})
+
+
+def lab_net():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 4)
+
+        def forward(self, x):
+            return self.head(self.body(x).relu())
+
+    return Net()
+
+
+FEDWEIT = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
+
+
+def series_stream(split=None, rounds=1, **options):
+    x, y, client = torch.randn(48, 9, 3), torch.arange(48) % 4, torch.arange(48) // 4 % 2
+    scenario = options.pop("scenario", Stationary(rounds))
+    return FederatedStream.from_arrays(x, y, client, scenario=scenario, split=split, **options)
+
+
+def fit_reservoir(lab, split=None, callbacks=(), stream=None, task=None, rounds=1, strategy=None, **options):
+    reservoir = EchoStateNetwork(3, units=12, leaking_rate=0.6, seed=0)
+    task = (task or ReservoirClassifier)(reservoir, 4, **{"beta": 1e-2, "min_samples": 1, **options})
+    stream = stream or series_stream(split, rounds)
+    return has_rounds(lab.fit(task, stream, callbacks, **(strategy or {})))
+
+
+class Steps(ReservoirClassifier):
+    """Overrides the training step."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
+class Pairs(ReservoirClassifier):
+    """Overrides the pairs of states and targets."""
+
+    def pairs(self, x, y):
+        return super().pairs(x * 2, y)
+
+
+def run_network(lab, make, x):
+    assert make()(x).isfinite().all()
+
+
+ROWS |= {
+    "EWC with a module that does not state its loss": Row(
+        fit_module,
+        {"module": Plain, "method": EWC(1.0)},
+        {"module": StatesLoss},
+        "define it beside `speaks_lightning_fcl = True`",
+    ),
+    "EWC with a module that does not state its loss, as a Classifier": Row(
+        fit_module,
+        {"module": Plain, "method": EWC(1.0)},
+        {"module": lambda: Classifier(MLP([6, 5, 4]), 4, sgd)},
+        "Use a `Classifier`",
+    ),
+    "FedProto with a module without features": Row(
+        fit_module,
+        {"module": StatesLoss, "method": FedProto()},
+        {"module": Embeds},
+        "define them beside `speaks_lightning_fcl = True`",
+    ),
+    "CCVR with a module without features": Row(
+        fit_module,
+        {"module": StatesLoss, "method": CCVR(epochs=1)},
+        {"module": lambda: Classifier(MLP([6, 5, 4]), 4, sgd)},
+        "Use a `Classifier`",
+    ),
+    "LogitAdjustment without num_classes": Row(
+        fit_module,
+        {"module": StatesLoss, "method": LogitAdjustment(prior="federation")},
+        {"module": Embeds},
+        "define it beside `speaks_lightning_fcl = True`",
+    ),
+    "two methods that weigh the loss": Row(
+        fit_one_round, {"callbacks": [FLwF2T(), BCN()]}, {"callbacks": [FLwF2T()]}, "Remove one."
+    ),
+    "SCAFFOLD with weights by samples": Row(
+        fit_with,
+        {"method": SCAFFOLD},
+        {"client_weights": "uniform"},
+        '`FederatedStrategy(client_weights="uniform")`',
+    ),
+    "SCAFFOLD with Adam": Row(
+        lambda lab, optimizer: fit_with(lab, SCAFFOLD, task=lab.task(optimizer), client_weights="uniform"),
+        {"optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.01)},
+        {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01)},
+        "Use SGD, and schedules by round.",
+    ),
+    "FedDyn with a server optimizer": Row(
+        fit_with,
+        {"method": FedDyn, "client_weights": "uniform", "server_optimizer": sgd},
+        {"server_optimizer": None},
+        "Leave a `server_optimizer` out, or `FedDyn`.",
+    ),
+    "FedNova with FedBuff": Row(
+        fit_with,
+        {"method": FedNova, "schedule": FedBuff(Speeds(0.01), 2)},
+        {"schedule": None},
+        "Leave a `FedBuff` out, or `FedNova`.",
+    ),
+    "APFL with accumulated gradients": Row(
+        lambda lab, every, size: fit_with(
+            lab, APFL, stream={"batch_size": size}, trainer_args={"accumulate_grad_batches": every}
+        ),
+        {"every": 2, "size": 4},
+        {"every": 1, "size": 8},
+        "Raise the stream's `batch_size` instead.",
+    ),
+    "FedPer head that the server averages": Row(
+        fit_with,
+        {"method": FedRep, "options": {"head": "model.3.*"}},
+        {"reductions": {"model.3.*": "none"}},
+        '`reductions={"model.3.*": "none"}`',
+    ),
+    "head that matches nothing": Row(
+        fit_with,
+        {"method": FedRep, "options": {"head": "head.*"}, "reductions": {"model.3.*": "none"}},
+        {"options": {"head": "model.3.*"}},
+        '`head="model.3.*"`',
+    ),
+    "FedProx of a part that matches nothing": Row(
+        fit_with,
+        {"method": FedProx, "options": {"part": "body.*"}},
+        {"options": {"part": "model.1.*"}},
+        "a pattern of model.1.weight",
+    ),
+    "FLwF2T weights above 1": Row(
+        lambda lab, alpha, beta: FLwF2T(alpha, beta),
+        {"alpha": 0.5, "beta": 0.7},
+        {"beta": 0.3},
+        "Lower one of them",
+    ),
+    "FLwF2T with a negative weight": Row(
+        lambda lab, alpha, beta: FLwF2T(alpha, beta),
+        {"alpha": 0.5, "beta": -0.1},
+        {"beta": 0.5},
+        "Use a `beta` between 0 and 1 - alpha.",
+    ),
+    "BCN with whole numbers": Row(
+        lambda lab, eps: has_rounds(
+            lab.fit(
+                Classifier(nn.Sequential(Numbers(), nn.Linear(6, 4)), 4, sgd),
+                small_stream(x=torch.arange(48 * 6).view(48, 6), scenario=ClassIncremental(2)),
+                [BCN(eps=eps)],
+            )
+        ),
+        {"eps": 0.1},
+        {"eps": 0.0},
+        "Give it `eps=0`.",
+        InvalidTypeError,
+    ),
+    "replay with a wrong policy for repeats": Row(
+        lambda lab, policy: Replay(10, policy=policy, repeat=True),
+        {"policy": "refresh"},
+        {"policy": "reservoir"},
+        'Use `policy="reservoir"`',
+    ),
+    "replay with a transform that is no function": Row(
+        lambda lab, transform: fit_with(lab, Replay, {"max_size": 10, "transform": transform}),
+        {"transform": 0.1},
+        {"transform": None},
+        "Leave it out.",
+        InvalidTypeError,
+    ),
+    "replay with base without a base session": Row(
+        fit_with, {"method": Replay, "options": {"base": True}}, {"options": {}}, "Leave `base` out."
+    ),
+    "LVT without its parameters": Row(fit_with, {"method": LVTMethod}, {"options": {"gamma": 0.0}}, "or set `gamma=0`"),
+    "FedKNOW without layers": Row(
+        lambda lab, method: fit_one_round(
+            lab,
+            lab.stream(),
+            lab.task(model=nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4))),
+            callbacks=[method(head="model.1.*")],
+            reductions={"model.1.*": "none"},
+        ),
+        {"method": FedKNOW},
+        {"method": FedViT},
+        "Use `FedViT`",
+    ),
+    "FedWEIT without a task-incremental Classifier": Row(
+        fit_fedweit,
+        {"incremental": False, "reductions": FEDWEIT},
+        {"incremental": True},
+        "Pass `task_incremental=True` to `Classifier`.",
+    ),
+    "FedWEIT with few tasks": Row(
+        fit_fedweit, {"tasks": 1, "reductions": FEDWEIT}, {"tasks": 2}, "Pass `tasks=2` to `Decomposed`."
+    ),
+    "FedWEIT without reductions": Row(fit_fedweit, {}, {"reductions": FEDWEIT}, str(FEDWEIT).replace("'", '"')),
+    "FedWEIT beside EWC": Row(fit_fedweit, {"others": [EWC()], "reductions": FEDWEIT}, {"others": []}, "Remove it."),
+    "FedWEIT without a Decomposed network": Row(
+        lambda lab, wrap: fit_one_round(
+            lab,
+            task_stream(),
+            task=Classifier(wrap(lab_net()), 4, sgd, task_incremental=True),
+            callbacks=[FedWEIT()],
+            reductions=FEDWEIT if wrap(lab_net()).__class__ is Decomposed else {},
+        ),
+        {"wrap": lambda net: net},
+        {"wrap": lambda net: Decomposed(net, tasks=10)},
+        "Wrap it: `Decomposed(net, tasks=10)`.",
+    ),
+    "task_incremental without tasks": Row(
+        lambda lab, incremental, stream: fit_one_round(
+            lab, stream(), Classifier(MLP([6, 5, 4]), 4, sgd, task_incremental=incremental)
+        ),
+        {"incremental": True, "stream": small_stream},
+        {"incremental": False},
+        "or leave `task_incremental` out.",
+    ),
+    "task_incremental without tasks, with tasks": Row(
+        lambda lab, stream: fit_one_round(lab, stream(), Classifier(MLP([6, 5, 4]), 4, sgd, task_incremental=True)),
+        {"stream": small_stream},
+        {"stream": task_stream},
+        "Use `scenario=FedViTScenario(...)`",
+    ),
+    "tasks that do not divide the classes": Row(
+        lambda lab, tasks: task_stream(scenario=FedViTScenario(tasks, classes_per_client=(2, 2))).setup("fit"),
+        {"tasks": 3},
+        {"tasks": 2},
+        "Use a divisor, such as `tasks=2`.",
+    ),
+    "task of one class": Row(
+        lambda lab, tasks: fit_one_round(
+            lab, task_stream(tasks), Classifier(MLP([6, 5, 4]), 4, sgd, task_incremental=True)
+        ),
+        {"tasks": 4},
+        {"tasks": 2},
+        "Use fewer `tasks`",
+    ),
+    "network with other outputs": Row(
+        lambda lab, outputs: fit_one_round(lab, task=Classifier(MLP([6, 5, outputs]), 4, sgd)),
+        {"outputs": 5},
+        {"outputs": 4},
+        "Give the network 4 outputs",
+    ),
+    "ContinualMetrics without validation samples": Row(
+        fit_with,
+        {"method": ContinualMetrics, "options": {"on": "validation"}},
+        {"stream": {"split": Split(validation=0.1)}},
+        "Set `split=Split(validation=0.1)` of the stream.",
+        MissingValueError,
+    ),
+    "ContinualMetrics without test samples": Row(
+        fit_with,
+        {"method": ContinualMetrics, "stream": {"split": Split(test=0.0)}},
+        {"stream": {"split": Split(test=0.2)}},
+        "Set `split=Split(test=0.2)` of the stream.",
+        MissingValueError,
+    ),
+    "ContinualMetrics of one client": Row(
+        fit_with,
+        {"method": lambda clients: ContinualMetrics(clients=clients), "options": {"clients": "2"}},
+        {"options": {"clients": "all"}},
+        'Leave it out for the default, "all".',
+    ),
+    "ContinualMetrics of an unknown client": Row(
+        fit_with,
+        {"method": ContinualMetrics, "options": {"clients": ["2", "01"]}},
+        {"options": {"clients": ["2", "1"]}},
+        "Did you mean",
+        UnknownNameError,
+    ),
+    "ContinualMetrics with lower_is_better": Row(
+        fit_with,
+        {"method": ContinualMetrics, "options": {"lower_is_better": ["loss"]}},
+        {"options": {}},
+        "Leave it out.",
+    ),
+    "ActivationDensity without a reservoir": Row(
+        lambda lab, call: call(lab, callbacks=[ActivationDensity()]),
+        {"call": fit_one_round},
+        {"call": fit_reservoir},
+        "Take a `ReservoirClassifier`",
+    ),
+    "ActivationDensity without test samples": Row(
+        fit_reservoir,
+        {"callbacks": [ActivationDensity()], "split": Split(test=0.0)},
+        {"split": Split(test=0.2)},
+        "Set `split=Split(test=0.2)` of the stream",
+        MissingValueError,
+    ),
+    "reservoir with several beta and no validation samples": Row(
+        fit_reservoir,
+        {"beta": [0.1, 1.0]},
+        {"split": Split(validation=0.1)},
+        "Set `split=Split(validation=0.1)` of the stream",
+    ),
+    "reservoir with several beta and no validation samples, with one": Row(
+        fit_reservoir, {"beta": [0.1, 1.0]}, {"beta": 0.1}, "or pass one `beta`."
+    ),
+    "reservoir without beta": Row(fit_reservoir, {"beta": []}, {"beta": 1.0}, "such as `beta=1.0`"),
+    "reservoir with several beta that shares weights": Row(
+        fit_reservoir, {"beta": [0.1, 1.0], "share": "weights"}, {"beta": 0.1}, "Pass one number"
+    ),
+    "ridge regression with rank and gamma": Row(
+        lambda lab, **options: RidgeClassifier(MLP([6, 5, 4]), 4, **options),
+        {"rank": 5, "gamma": 0.1},
+        {"gamma": 0.0},
+        "Leave `rank` or `gamma` out",
+    ),
+    "ridge regression with rank that shares weights": Row(
+        lambda lab, **options: RidgeClassifier(MLP([6, 5, 4]), 4, **options),
+        {"rank": 5, "share": "weights"},
+        {"share": "statistics"},
+        'use `share="statistics"`',
+    ),
+    "reservoir with local epochs": Row(
+        fit_reservoir, {"strategy": {"local_epochs": 2}}, {"strategy": {}}, "Leave `local_epochs` out."
+    ),
+    "reservoir with local epochs of plasticity": Row(
+        fit_reservoir,
+        {"strategy": {"local_epochs": 2}, "rounds": 2},
+        {"strategy": {}, "callbacks": [IntrinsicPlasticity(local_epochs=2)]},
+        "`IntrinsicPlasticity(local_epochs=...)`",
+    ),
+    "reservoir with reductions": Row(
+        fit_reservoir, {"strategy": {"reductions": {"*": "median"}}}, {"strategy": {}}, "Leave `reductions` out."
+    ),
+    "reservoir with a method of a loss": Row(
+        fit_reservoir, {"callbacks": [FedProx()]}, {"callbacks": []}, "Remove it."
+    ),
+    "reservoir with a training step": Row(fit_reservoir, {"task": Steps}, {"task": Pairs}, "Override `pairs` instead."),
+    "plasticity in one round": Row(
+        fit_reservoir,
+        {"callbacks": [IntrinsicPlasticity()]},
+        {"rounds": 2},
+        "Raise `rounds_per_experience` and `max_epochs`.",
+    ),
+    "unlearning after the last round": Row(
+        lambda lab, round: fit_reservoir(lab, callbacks=[Unlearning({"0": round})]),
+        {"round": 5},
+        {"round": 0},
+        "Name an earlier round",
+    ),
+    "reservoir with inputs of another size": Row(
+        lambda lab, features: EchoStateNetwork(features, units=12, seed=0)(torch.randn(2, 9, 3)),
+        {"features": 5},
+        {"features": 3},
+        "Set the reservoir's `in_features`",
+    ),
+    "reservoir with a long washout": Row(
+        lambda lab, washout: EchoStateNetwork(3, units=12, washout=washout, seed=0)(torch.randn(2, 9, 3)),
+        {"washout": 9},
+        {"washout": 2},
+        "Lower `washout`",
+    ),
+    "Decomposed without layers": Row(
+        lambda lab, layers: Decomposed(lab_net(), 2, layers),
+        {"layers": "trunk.*"},
+        {"layers": "body.*"},
+        'such as `layers="body.weight"`',
+    ),
+    "HARCNN with inputs of another shape": Row(
+        lambda lab, x: HARCNN("16-8C_4M_32D", 3, 32, 4)(x),
+        {"x": torch.randn(2, 32, 3)},
+        {"x": torch.randn(2, 32, 3).transpose(1, 2)},
+        "Transpose the windows",
+    ),
+}
+
+
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=name, marks=[MARKS[kind] for kind in MARKED if name in MARKED[kind]])
-        for name, row in ROWS.items()
-    ],
+    [pytest.param(row, id=name, marks=[pytest.mark.seconds] if name in SECONDS else []) for name, row in ROWS.items()],
 )
 def test_fix_of_a_message_works(lab, row):
     with pytest.raises(row.error) as caught:

@@ -22,7 +22,6 @@ from lightning_fcl.errors import (
     argument,
     check_clients,
     check_fields,
-    did_you_mean,
     one_of,
 )
 from lightning_fcl.evaluation.continual import part_name
@@ -87,7 +86,7 @@ class ContinualMetrics(Callback):
         elif self.clients not in ("all", "none"):
             raise InvalidValueError(
                 f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".',
-                hint=did_you_mean(self.clients, ("all", "none")) or f'Use `clients=["{self.clients}"]`.',
+                hint=f'Use `clients=["{self.clients}"]`.',
                 argument="clients",
                 value=self.clients,
             )

@@ -187,9 +187,11 @@ class RidgeTask(Task):
         loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:
             raise InvalidValueError(
-                f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but the stream "
-                "has none.",
-                hint="Set `split=Split(validation=0.1)` of the stream, or pass one `beta`.",
+                f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but "
+                f"{'the fit' if stream is None else 'the stream'} has none.",
+                hint="Pass `val_dataloaders` to `fit`, or one `beta`."
+                if stream is None
+                else "Set `split=Split(validation=0.1)` of the stream, or pass one `beta`.",
             )
         solutions = self.readout.solutions(self.betas)
         right = torch.zeros(len(self.betas), dtype=torch.float64, device=self.device)

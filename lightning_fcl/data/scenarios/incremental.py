@@ -18,6 +18,7 @@ from lightning_fcl.data.scenarios.scenario import (
     Plan,
     Pool,
     Scenario,
+    nearest_divisor,
     number_order,
     with_history,
 )
@@ -213,8 +214,7 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
 
 def _suggest_experiences(classes: int, wanted: int) -> str:
     """Return the fix for a number of experiences that does not divide the number of classes."""
-    divisors = [number for number in range(1, classes + 1) if classes % number == 0]
-    nearest = min(divisors, key=lambda number: abs(number - wanted))
+    nearest = nearest_divisor(classes, wanted)
     sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(wanted, 1), classes))]
     each = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
     return f"Use a divisor, such as `experiences={nearest}`{each}."

@@ -244,6 +244,17 @@ def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntAr
     return np.flatnonzero(rest), chosen
 
 
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of a number that is nearest to a wanted one.
+
+    Example:
+        >>> nearest_divisor(10, 3)
+        2
+    """
+    divisors = [one for one in range(1, number + 1) if number % one == 0]
+    return min(divisors, key=lambda one: abs(one - wanted), default=1)
+
+
 def views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:
     """Each client's samples, where they lie one client after the other in one array: no client has a copy."""
     first = [0, *np.cumsum(counts).tolist()]
