@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from lightning_fcl import (
     Classifier,
@@ -31,6 +31,7 @@ from lightning_fcl import (
     FedBuff,
     FederatedStrategy,
     FederatedStream,
+    Regressor,
     RidgeClassifier,
     Speeds,
     Swarm,
@@ -77,7 +78,7 @@ from lightning_fcl.errors import (
     MissingValueError,
     UnknownNameError,
 )
-from lightning_fcl.models import HARCNN, MLP, Decomposed, EchoStateNetwork
+from lightning_fcl.models import HARCNN, MLP, Decomposed, DyTox, EchoStateNetwork, ViT
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 
@@ -105,8 +106,8 @@ SECONDS: set[str] = {"callback GradientAccumulationScheduler"}  # rows that take
 
 
 @pytest.fixture
-def lab(fit, make_stream, make_task, tmp_path):
-    return SimpleNamespace(fit=fit, stream=make_stream, task=make_task, folder=tmp_path)
+def lab(fit, make_stream, make_task, quiet, tmp_path):
+    return SimpleNamespace(quiet=quiet, fit=fit, stream=make_stream, task=make_task, folder=tmp_path)
 
 
 def sgd(parameters):
@@ -1480,6 +1481,281 @@ ROWS |= {
         "Transpose the windows",
     ),
 }
+
+
+# More rows of fits, networks, tasks and checkpoints
+
+
+class Logs(L.LightningModule):
+    """Returns features, and is measured by its own step."""
+
+    def __init__(self, logs):
+        super().__init__()
+        self.layer, self.logs = nn.Linear(6, 1), logs
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).square().mean()
+
+    def test_step(self, batch, batch_idx):
+        if self.logs:
+            self.log("score", self(batch[0]).mean())
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+class NoStep(Logs):
+    """Has no step to be measured by."""
+
+    test_step = L.LightningModule.test_step
+
+
+class Branches(Classifier):
+    """Looks at values in its step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss > 1 else loss
+
+
+def fit_measured(lab, module, **options):
+    return fit_one_round(lab, task=module(), callbacks=[ContinualMetrics(**options)])
+
+
+def reservoir_series(lab, y, readout="mean"):
+    stream = FederatedStream.from_arrays(
+        torch.randn(24, 9, 3), y, torch.arange(24) % 2, scenario=Stationary(), classes=()
+    )
+    task = ReservoirClassifier(EchoStateNetwork(3, 12, seed=0), 4, min_samples=1, readout=readout)
+    return has_rounds(lab.fit(task, stream))
+
+
+def continue_fit(lab, continued=True, momentum=0.0, weights=False, clients=3):
+    folder = lab.folder / str(len([*lab.folder.iterdir()]))
+    checkpoints = ModelCheckpoint(folder, save_last=True, save_weights_only=weights)
+    saving = {"enable_checkpointing": True}
+    lab.fit(lab.task(), lab.stream(), [checkpoints], max_epochs=1, trainer_args=saving)
+
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
+
+    path = folder / "last.ckpt" if continued else None
+    has_rounds(lab.fit(lab.task(optimizer), lab.stream(clients=clients), ckpt_path=path), 2)
+
+
+def fit_plain(lab, strategy="auto", clients=2):
+    x, y = torch.randn(48, 6), torch.arange(48) % 4
+    stream = FederatedStream.from_arrays(x, y, torch.arange(48) // 4 % clients, scenario=Stationary())
+    trainer = L.Trainer(strategy=strategy, max_epochs=1, **lab.quiet)
+    trainer.fit(lab.task(), datamodule=stream)
+    return has_rounds(trainer)
+
+
+def fit_diverging(lab, rate=1e30, **options):
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=rate)
+
+    task = lab.task(optimizer)
+    trainer = lab.fit(task, lab.stream(experiences=1, rounds_per_experience=3, batch_size=4), **options)
+    assert trainer.current_epoch == 3
+
+
+ROWS |= {
+    "metrics of a step that logs nothing": Row(
+        fit_measured,
+        {"module": lambda: Logs(False)},
+        {"module": lambda: Logs(True)},
+        "Call `self.log(name, value)` there.",
+    ),
+    "metrics of a module without a step": Row(
+        fit_measured,
+        {"module": lambda: NoStep(True)},
+        {"module": lambda: Logs(True)},
+        "Define `test_step(self, batch, batch_idx)`",
+    ),
+    "lower_is_better with a typo": Row(
+        fit_measured,
+        {"module": lambda: Logs(True), "lower_is_better": ["scor"]},
+        {"lower_is_better": ["score"]},
+        "Did you mean score?",
+        UnknownNameError,
+    ),
+    "reduction with a typo": Row(
+        fit_one_round, {"reductions": {"*": "medain"}}, {"reductions": {"*": "median"}}, "Did you mean median?"
+    ),
+    "client_weights without a client": Row(
+        fit_one_round,
+        {"client_weights": {"0": 1.0, "1": 2.0}},
+        {"client_weights": {"0": 1.0, "1": 2.0, "2": 0.5}},
+        "Add a number above 0 for each",
+    ),
+    "client_weights of an unknown client": Row(
+        fit_one_round,
+        {"client_weights": {"client-0": 1.0}},
+        {"client_weights": {"0": 1.0, "1": 1.0, "2": 1.0}},
+        'Write names as the stream does, as in "0".',
+        UnknownNameError,
+    ),
+    "participation above 1": Row(
+        lambda lab, participation: FederatedStrategy(participation=participation),
+        {"participation": 1.5},
+        {"participation": 1.0},
+        "Use 1.0 for all clients.",
+    ),
+    "cohort_size of a module that looks at values": Row(
+        lambda lab, **options: fit_kind(lab, Branches, **options), {"cohort_size": 2}, None, "Leave `cohort_size` out."
+    ),
+    "plain Trainer for several clients": Row(
+        lambda lab, strategy: fit_plain(lab, strategy=strategy),
+        {"strategy": "auto"},
+        {"strategy": FederatedStrategy()},
+        "Use `L.Trainer(strategy=FederatedStrategy())`",
+    ),
+    "plain Trainer for several clients, for one": Row(
+        lambda lab, clients: fit_plain(lab, clients=clients), {"clients": 2}, {"clients": 1}, "a stream of one client"
+    ),
+    "uploads that are not finite": Row(fit_diverging, {}, {"rate": 0.1}, "Lower the learning rate"),
+    "uploads that are not finite, continued": Row(
+        fit_diverging, {}, {"on_unusable_round": "warn"}, 'give the strategy `on_unusable_round="warn"`'
+    ),
+    "checkpoint with another optimizer": Row(
+        continue_fit, {"momentum": 0.9}, {"momentum": 0.0}, "Continue with the recipe that wrote it"
+    ),
+    "checkpoint with another optimizer, anew": Row(
+        continue_fit, {"momentum": 0.9}, {"continued": False}, "or start without `ckpt_path`"
+    ),
+    "checkpoint with other clients": Row(
+        continue_fit, {"clients": 4}, {"clients": 3}, "Continue with the recipe that wrote it"
+    ),
+    "checkpoint of weights only": Row(
+        continue_fit, {"weights": True}, {"weights": False}, "Save it without `save_weights_only`."
+    ),
+    "images whose channels come last": Row(
+        stream_of_arrays,
+        {"x": images().transpose(0, 2, 3, 1), "mean": [0.5] * 3, "std": [0.25] * 3},
+        {"x": images()},
+        "pass `x.transpose(0, 3, 1, 2)`",
+    ),
+    "classes of a public dataset": Row(
+        stream_of_data, {"data": "digits", "classes": ["a"], "partition": IID(2)}, {"classes": None}, "Leave it out."
+    ),
+    "list of samples": Row(
+        lambda lab, data: stream_of_data(lab, {"train": data, "test": pairs(8)}, partition=IID(2)),
+        {"data": iter(pairs())},
+        {"data": Subset([*pairs()], range(24))},
+        "`torch.utils.data.Subset(x, range(len(x)))`",
+        InvalidTypeError,
+    ),
+    "arrays of a client": Row(
+        stream_of_data,
+        {"data": {"a": (X, Y), "b": (X + 1, Y)}},
+        {"data": {"a": TensorDataset(X, Y), "b": TensorDataset(X + 1, Y)}},
+        "`torch.utils.data.TensorDataset`",
+        InvalidTypeError,
+    ),
+    "iterable dataset of a data module": Row(
+        lambda lab, data: stream_of_data(
+            lab, L.LightningDataModule.from_datasets(data, test_dataset=pairs(8), batch_size=8), partition=IID(2)
+        ),
+        {"data": Streams()},
+        {"data": Subset([*Streams()], range(24))},
+        "Read its items into a list.",
+    ),
+    "reservoir with labels of steps": Row(
+        reservoir_series,
+        {"y": torch.arange(24)[:, None].repeat(1, 9) % 4},
+        {"readout": "steps"},
+        'Use `readout="steps"`.',
+    ),
+    "reservoir with labels of other steps": Row(
+        reservoir_series,
+        {"y": torch.arange(24)[:, None].repeat(1, 5) % 4, "readout": "steps"},
+        {"y": torch.arange(24) % 4},
+        "or one label for each sequence",
+    ),
+    "regressor with targets of another size": Row(
+        lambda lab, outputs: has_rounds(
+            lab.fit(Regressor(MLP([6, 5, outputs]), outputs, sgd), small_stream(y=torch.randn(48, 2)))
+        ),
+        {"outputs": 1},
+        {"outputs": 2},
+        "Set `outputs` to the size of the target",
+    ),
+    "notation of HARCNN with a wrong token": Row(
+        lambda lab, notation: HARCNN(notation, 3, 32, 4),
+        {"notation": "16-8C__32d"},
+        {"notation": "16-8C_32D"},
+        "Join the tokens with one `_` each, and use capitals",
+    ),
+    "notation of HARCNN with a dense layer first": Row(
+        lambda lab, notation: HARCNN(notation, 3, 32, 4),
+        {"notation": "32D_16-8C"},
+        {"notation": "16-8C_32D"},
+        "Move the dense layers to the end.",
+    ),
+    "length of HARCNN": Row(
+        lambda lab, length: HARCNN("16-8C_32D", 3, length, 4), {"length": 4}, {"length": 8}, "Use longer windows"
+    ),
+    "image size of a vision transformer": Row(
+        lambda lab, size: ViT(num_classes=4, image_size=size, patch_size=4, width=8, depth=1, heads=2),
+        {"size": 10},
+        {"size": 12},
+        "Resize the images, to 12 for example.",
+    ),
+    "images of another size": Row(
+        lambda lab, size: ViT(num_classes=4, image_size=size, patch_size=4, width=8, depth=1, heads=2)(
+            torch.randn(2, 3, 12, 12)
+        ),
+        {"size": 8},
+        {"size": 12},
+        "build the model with their `image_size`",
+    ),
+    "tasks of DyTox": Row(
+        lambda lab, tasks: DyTox(tasks, 6, image_size=8, patch_size=4, width=8, depth=1, heads=2),
+        {"tasks": 4},
+        {"tasks": [[0, 1], [2, 3, 4], [5]]},
+        "or give the classes of each task",
+    ),
+    "readout of another reservoir": Row(
+        lambda lab, seeds: add_readouts(*seeds),
+        {"seeds": (0, 1)},
+        {"seeds": (0, 0)},
+        "Compute it again with this reservoir.",
+    ),
+    "type of an argument": Row(
+        lambda lab, size: FederatedStream("digits", batch_size=size),
+        {"size": "16"},
+        {"size": 16},
+        "Use `batch_size=16`.",
+        InvalidTypeError,
+    ),
+    "class in place of an object": Row(
+        lambda lab, partition: FederatedStream("digits", partition=partition),
+        {"partition": IID},
+        {"partition": IID()},
+        "Use `partition=IID()`.",
+        InvalidTypeError,
+    ),
+    "name of an option": Row(
+        lambda lab, store: FederatedStrategy(client_store=store),
+        {"store": "disc"},
+        {"store": "disk"},
+        "Did you mean disk?",
+        UnknownNameError,
+    ),
+}
+
+
+def add_readouts(first, second):
+    def readout(seed):
+        task = ReservoirClassifier(EchoStateNetwork(3, 12, seed=seed), 4, min_samples=1)
+        task.readout.tag.fill_(seed)
+        return task.readout
+
+    readout(first).add(readout(second))
 
 
 @pytest.mark.parametrize(

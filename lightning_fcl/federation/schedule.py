@@ -238,6 +238,7 @@ class Participation:
             raise InvalidValueError(
                 "Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
                 f"{clients}.",
+                hint="Use 1.0 for all clients.",
                 argument="participation",
                 value=clients,
             )

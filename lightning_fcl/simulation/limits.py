@@ -311,10 +311,13 @@ def check_ranks(federation: Federation, ranks: int) -> None:
     rounds = range(federation.module.trainer.max_epochs or 0)
     most = max((-(-len(federation.participation.draw(plan, round)[0]) // size) for round in rounds), default=ranks)
     if ranks > most:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {most} of up to "
-            f"{size} clients, but got {ranks}. Set fewer devices"
-            + (f", or a `cohort_size` below {size}, which changes results by rounding alone." if size > 1 else ".")
+            f"{size} clients, but got {ranks}.",
+            hint="Set fewer devices"
+            + (f", or a `cohort_size` below {size}, which changes results by rounding alone." if size > 1 else "."),
+            argument="devices",
+            value=ranks,
         )
 
 
@@ -386,7 +389,12 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
         padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
     if padded and by_step:
         if size > 1 and wanted is not None:
-            raise InvalidValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.')
+            raise InvalidValueError(
+                f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.',
+                hint="Leave `cohort_size` out.",
+                argument="cohort_size",
+                value=wanted,
+            )
         if size > 1:
             log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
         return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step

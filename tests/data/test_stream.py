@@ -374,14 +374,14 @@ def test_owners_have_no_place_in_a_scenario_that_deals_the_samples(scenario):
 def test_a_plain_trainer_refuses_many_clients(make_task, fit):
     message = (
         'Expected a Trainer with `strategy="federated"` for a stream of 3 clients but got a plain one, which trains a '
-        "single client."
+        "single client. Use `L.Trainer(strategy=FederatedStrategy())`, or a stream of one client."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         fit(make_task(), prepared(*arrays(), partition=IID(3)), strategy="auto")
 
 
 def test_a_plain_trainer_refuses_more_epochs_than_rounds(make_task, fit):
-    message = "Expected `max_epochs` to be at most the stream's 2 rounds but got 3."
+    message = "Expected `max_epochs` to be at most the stream's 2 rounds but got 3. Set `max_epochs=2`."
     with pytest.raises(ValueError, match=exactly(message)):
         fit(make_task(), prepared(*arrays(), partition=IID(1)), strategy="auto", max_epochs=3)
 

@@ -243,7 +243,8 @@ def test_labels_of_every_step(train, make_series, make_reservoir, by_numpy, wash
 
 def test_the_mean_of_states_has_one_label(train, make_series, make_reservoir_task):
     x = torch.from_numpy(make_series(8)[0])
-    message = 'Expected a label for each sequence with `readout="mean"` but got one for each step.'
+    message = 'Expected a label for each sequence with `readout="mean"` but got one for each step. '
+    message += 'Use `readout="steps"`.'
     with pytest.raises(ValueError, match=exactly(message)):
         train(make_reservoir_task(readout="mean"), (x, torch.zeros(8, 9, dtype=torch.long)))
 
