@@ -58,6 +58,7 @@ from lightning_fcl.callbacks import (
     IntrinsicPlasticity,
     LogitAdjustment,
     LVTMethod,
+    LwF,
     Replay,
     Unlearning,
 )
@@ -68,6 +69,7 @@ from lightning_fcl.data.scenarios import (
     DomainIncremental,
     FedViTScenario,
     Online,
+    Staggered,
     Stationary,
 )
 from lightning_fcl.data.split import Split
@@ -1756,6 +1758,132 @@ def add_readouts(first, second):
         return task.readout
 
     readout(first).add(readout(second))
+
+
+# Rows of batches and of state
+
+
+class Items(Dataset):
+    """Samples of any kind."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+def of_dict(index):
+    return {"x": torch.ones(6) * index, "y": index % 4}
+
+
+def of_pair(index):
+    return torch.ones(6) * index, index % 4
+
+
+class TakesAny(Classifier):
+    """Takes pairs and dicts."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+        return nn.functional.cross_entropy(self(torch.as_tensor(x)), torch.as_tensor(y))
+
+
+def fit_items(lab, make, method, collate_fn=None):
+    stream = FederatedStream(
+        {"a": Items(make), "b": Items(make)}, ClassIncremental(2), batch_size=6, collate_fn=collate_fn, seed=0
+    )
+    return fit_one_round(lab, stream, TakesAny(MLP([6, 5, 4]), 4, sgd), callbacks=[method])
+
+
+def batch_of_lists(items):
+    x, y = zip(*items, strict=True)
+    return [list(x), torch.tensor(y)]
+
+
+class ListClassifier(Classifier):
+    """Takes lists of tensors."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([torch.stack([*batch[0]]), batch[1]], batch_idx)
+
+
+def fit_lists(lab, collate_fn=None, callbacks=()):
+    stream = FederatedStream({"a": pairs(), "b": pairs()}, Stationary(), batch_size=6, collate_fn=collate_fn, seed=0)
+    return fit_one_round(lab, stream, ListClassifier(MLP([6, 5, 4]), 4, sgd), callbacks=callbacks)
+
+
+class Late(Classifier):
+    """Makes a buffer when it trains, or before."""
+
+    def __init__(self, early):
+        super().__init__(MLP([6, 5, 4]), 4, sgd)
+        if early:
+            self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        if "seen" not in self._buffers:
+            self.register_buffer("seen", torch.zeros(()))
+        return super().training_step(batch, batch_idx)
+
+
+def fit_staggered(lab, method, scenario):
+    stream = lab.stream(scenario=scenario, partition="iid", clients=3)
+    return fit_one_round(lab, stream, callbacks=[method()], client_weights="uniform")
+
+
+ROWS |= {
+    "LwF with samples that are dicts": Row(
+        fit_items,
+        {"make": of_dict, "method": LwF()},
+        {"make": of_pair},
+        "Return a pair from your dataset.",
+        InvalidTypeError,
+    ),
+    "Replay with batches that are lists": Row(
+        fit_lists,
+        {"collate_fn": batch_of_lists, "callbacks": [Replay(8)]},
+        {"collate_fn": None},
+        "Return tensors of one shape from the dataset or its `collate_fn`",
+        InvalidTypeError,
+    ),
+    "Replay with batches that are lists, removed": Row(
+        fit_lists,
+        {"collate_fn": batch_of_lists, "callbacks": [Replay(8)]},
+        {"callbacks": []},
+        "Or remove `Replay`.",
+        InvalidTypeError,
+    ),
+    "LwF without logits": Row(
+        lambda lab, callbacks: has_rounds(
+            lab.fit(Regressor(MLP([6, 5, 1]), 1, sgd), small_stream(y=torch.randn(48)), callbacks, max_epochs=1)
+        ),
+        {"callbacks": [LwF()]},
+        {"callbacks": []},
+        "or leave `LwF` out",
+    ),
+    "buffer that a step makes": Row(
+        lambda lab, early: fit_one_round(lab, task=Late(early), cohort_size=1),
+        {"early": False},
+        {"early": True},
+        "Make it in `__init__`",
+    ),
+    "FedDyn with Staggered": Row(
+        fit_staggered,
+        {"method": FedDyn, "scenario": Staggered(ClassIncremental(2, 2), delay=2)},
+        {"scenario": ClassIncremental(2, 2)},
+        "Use a scenario other than `Staggered`",
+    ),
+    "FedDyn with Staggered, by another method": Row(
+        fit_staggered,
+        {"method": FedDyn, "scenario": Staggered(ClassIncremental(2, 2), delay=2)},
+        {"method": SCAFFOLD},
+        "or `SCAFFOLD`",
+    ),
+}
 
 
 @pytest.mark.parametrize(
