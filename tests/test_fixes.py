@@ -46,6 +46,7 @@ from lightning_fcl.callbacks import (
     SCAFFOLD,
     ActivationDensity,
     ContinualMetrics,
+    DyToxTraining,
     FedDyn,
     FedKNOW,
     FedNova,
@@ -73,6 +74,7 @@ from lightning_fcl.data.scenarios import (
     Stationary,
 )
 from lightning_fcl.data.split import Split
+from lightning_fcl.device.footprint import measure
 from lightning_fcl.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -1142,7 +1144,7 @@ def series_stream(split=None, rounds=1, **options):
 def fit_reservoir(lab, split=None, callbacks=(), stream=None, task=None, rounds=1, strategy=None, **options):
     reservoir = EchoStateNetwork(3, units=12, leaking_rate=0.6, seed=0)
     task = (task or ReservoirClassifier)(reservoir, 4, **{"beta": 1e-2, "min_samples": 1, **options})
-    stream = stream or series_stream(split, rounds)
+    stream = stream() if stream else series_stream(split, rounds)
     return has_rounds(lab.fit(task, stream, callbacks, **(strategy or {})))
 
 
@@ -1882,6 +1884,71 @@ ROWS |= {
         {"method": FedDyn, "scenario": Staggered(ClassIncremental(2, 2), delay=2)},
         {"method": SCAFFOLD},
         "or `SCAFFOLD`",
+    ),
+}
+
+
+# Rows of swarms, single samples, images and measures
+
+
+def fit_norm(lab, norm=None, clients=12):
+    model = nn.Sequential(nn.Linear(6, 6), norm or nn.BatchNorm1d(6), nn.Linear(6, 4))
+    stream = FederatedStream.from_arrays(
+        torch.randn(12, 6), torch.arange(12) % 4, scenario=Stationary(), partition=IID(clients), split=Split(test=0.0)
+    )
+    return fit_one_round(lab, stream, lab.task(model=model))
+
+
+def fit_dytox(lab, scenario):
+    x, y = torch.randn(80, 3, 8, 8), torch.arange(80) % 4
+    partition = None if isinstance(scenario, FedViTScenario) else IID(2)
+    stream = FederatedStream.from_arrays(x, y, scenario=scenario, partition=partition)
+    model = DyTox(2, 4, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+    return fit_one_round(lab, stream, Classifier(model, 4, sgd), callbacks=[DyToxTraining(max_size=4)])
+
+
+ROWS |= {
+    "swarm that a client leaves too late": Row(
+        lambda lab, round: fit_one_round(lab, swarm=Swarm(leaves={"0": round})),
+        {"round": 9},
+        {"round": 1},
+        "Name an earlier one.",
+    ),
+    "reservoir in a swarm with dropout": Row(
+        fit_reservoir,
+        {"strategy": {"swarm": Swarm(dropout=0.5)}},
+        {"strategy": {"swarm": Swarm()}},
+        "Leave them out.",
+    ),
+    "plasticity with clients that are late": Row(
+        fit_reservoir,
+        {
+            "stream": lambda: series_stream(scenario=Staggered(ClassIncremental(2, 3), delay=3)),
+            "callbacks": [IntrinsicPlasticity()],
+        },
+        {"stream": lambda: series_stream(scenario=ClassIncremental(2, 3))},
+        "Use another `scenario`.",
+    ),
+    "clients of one sample beside batch normalization": Row(
+        fit_norm, {}, {"clients": 2}, "Use fewer clients", MissingValueError
+    ),
+    "clients of one sample beside batch normalization, with group normalization": Row(
+        fit_norm, {}, {"norm": nn.GroupNorm(2, 6)}, "by group normalization", MissingValueError
+    ),
+    "DyTox with an order of each client": Row(
+        fit_dytox,
+        {"scenario": ClassIncremental(2, order_per_client=True)},
+        {"scenario": ClassIncremental(2)},
+        '"class-incremental" without `order_per_client`',
+    ),
+    "DyTox with an order of each client, with fedvit": Row(
+        fit_dytox,
+        {"scenario": ClassIncremental(2, order_per_client=True)},
+        {"scenario": FedViTScenario(2, 2, classes_per_client=(2, 2), share=(0.4, 0.5), rounds_per_task=1)},
+        'Use `scenario="fedvit"`',
+    ),
+    "footprint of a sample of another shape": Row(
+        lambda lab, shape: measure(lab.task(), shape), {"shape": (5,)}, {"shape": (6,)}, "Give the shape of a sample"
     ),
 }
 
