@@ -106,7 +106,11 @@ class Row:
 
 
 ROWS: dict[str, Row] = {}
-SECONDS: set[str] = {"callback GradientAccumulationScheduler"}  # rows that take half a second or more
+SECONDS = {  # rows that take half a second or more
+    "callback GradientAccumulationScheduler",
+    "image size of a vision transformer",
+    "tasks of DyTox",
+}
 
 
 @pytest.fixture
@@ -492,7 +496,7 @@ ROWS |= {
         fit_one_round,
         {"schedule": Deadline(Speeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
         {"trainer_args": {}},
-        "Leave one out.",
+        "Leave the limit out, or leave `schedule` out.",
     ),
     "max_steps": Row(
         lambda lab, epochs, **limits: lab.fit(lab.task(), lab.stream(), max_epochs=epochs, trainer_args=limits),
@@ -591,13 +595,25 @@ ROWS |= {
         lambda lab, **options: FederatedStrategy(**options),
         {"swarm": Swarm(), "schedule": Deadline(Speeds(0.01))},
         {"swarm": None},
-        "Leave one out.",
+        "Leave `swarm` or `schedule` out.",
     ),
     "FedBuff beside compression": Row(
         lambda lab, **options: FederatedStrategy(**options),
         {"schedule": FedBuff(Speeds(0.01), 2), "compression": TopK(0.1)},
         {"compression": None},
-        "Leave one out.",
+        "Leave `compression` out",
+    ),
+    "FedBuff beside compression, with a Deadline": Row(
+        fit_one_round,
+        {"schedule": FedBuff(Speeds(0.01), 2), "compression": TopK(0.1)},
+        {"schedule": Deadline(Speeds(0.01))},
+        "or use a `Deadline` as the `schedule`",
+    ),
+    "limit_train_batches beside a schedule, without": Row(
+        fit_one_round,
+        {"schedule": Deadline(Speeds(0.01)), "trainer_args": {"limit_train_batches": 0.5}},
+        {"schedule": None},
+        "or leave `schedule` out.",
     ),
     "FedBuff with a large buffer": Row(
         lambda lab, size: fit_one_round(lab, schedule=FedBuff(Speeds(0.01), buffer_size=size)),
@@ -770,7 +786,7 @@ ROWS |= {
         lambda lab, **options: ClassIncremental(2, **options),
         {"class_order": [3, 2, 1, 0], "order_per_client": True},
         {"order_per_client": False},
-        "Leave one out.",
+        "Leave `class_order` or `order_per_client` out.",
     ),
     "order without a client": Row(
         stream_of,

@@ -246,7 +246,7 @@ class Participation:
             raise InvalidValueError(
                 f"Expected no `swarm` beside `schedule` but got {swarm.hparams()}: a `{type(schedule).__name__}` is "
                 "kept by a server, which a swarm has not.",
-                hint="Leave one out.",
+                hint="Leave `swarm` or `schedule` out.",
             )
         self.clients = clients
         self.seed = seed

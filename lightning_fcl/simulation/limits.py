@@ -203,7 +203,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise InvalidValueError(
             f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its "
             "clock counts all of a client's samples.",
-            hint="Leave one out.",
+            hint="Leave the limit out, or leave `schedule` out.",
         )
     if (trainer.max_steps, trainer.min_steps) != (-1, None):
         raise InvalidValueError(

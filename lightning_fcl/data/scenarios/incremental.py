@@ -285,7 +285,7 @@ def _require_one_order(name: str, order: Order, per_client: bool) -> None:
     if per_client and order is not None:
         raise InvalidValueError(
             f"Expected `{name}` or `order_per_client=True` but got both, with {order}.",
-            hint="Leave one out.",
+            hint=f"Leave `{name}` or `order_per_client` out.",
             argument=name,
         )
 
