@@ -160,7 +160,9 @@ def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> 
     """Refuse names of clients that the stream does not have; ``what`` names them, after "Expected"."""
     unknown = sorted(set(named) - set(clients), key=str)
     if unknown:
-        hint = did_you_mean(unknown[0], clients)
+        hint = (
+            did_you_mean(unknown[0], clients) or f'Write names as the stream does, as in "{next(iter(clients), "0")}".'
+        )
         raise UnknownNameError(
             f"Expected {what} of the stream's clients ({listed(clients)}) but got {listed(unknown)}.", hint=hint
         )

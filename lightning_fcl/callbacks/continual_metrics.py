@@ -16,7 +16,14 @@ from lightning_fcl.callbacks.tester import Counts, StepTester, Tester, Values, i
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.errors import InvalidValueError, MissingValueError, argument, check_clients, check_fields, one_of
+from lightning_fcl.errors import (
+    InvalidValueError,
+    MissingValueError,
+    argument,
+    check_clients,
+    check_fields,
+    one_of,
+)
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
@@ -78,7 +85,10 @@ class ContinualMetrics(Callback):
             self.clients = [str(client) for client in self.clients]
         elif self.clients not in ("all", "none"):
             raise InvalidValueError(
-                f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".', argument="clients"
+                f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".',
+                hint=f'Use `clients=["{self.clients}"]`.',
+                argument="clients",
+                value=self.clients,
             )
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts | Values] = {}
@@ -98,7 +108,10 @@ class ContinualMetrics(Callback):
         samples = plan.test if self.on == "test" else plan.validation
         if not len(samples):
             raise MissingValueError(
-                f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on."
+                f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on.",
+                hint=f"Set `split=Split({self.on}={0.2 if self.on == 'test' else 0.1})` of the stream.",
+                argument="on",
+                value=self.on,
             )
         self._current, self._own, self._drawn = {}, {}, {}
         self._ways = [*{id(numbers): numbers for numbers in plan.experiences.values()}.values()]

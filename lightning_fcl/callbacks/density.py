@@ -54,7 +54,10 @@ class ActivationDensity(Callback):
         stream = need_stream(trainer)
         need_federation(trainer, "ActivationDensity", "it has no rounds")
         if not len(stream.plan.test):
-            raise MissingValueError("Expected the stream's `test` to be above 0 but got no test samples to run on.")
+            raise MissingValueError(
+                "Expected test samples to run on but the stream has none.",
+                hint="Set `split=Split(test=0.2)` of the stream, or leave the callback out.",
+            )
         if not self.record or trainer.current_epoch == 0:
             self.record = {"edges": _EDGES.tolist(), "experiences": []}
 

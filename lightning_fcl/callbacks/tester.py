@@ -292,7 +292,7 @@ class StepTester:
         found = self._run(module, a_few(self.rows))[1].metrics
         if not found:
             raise InvalidValueError(
-                f"Expected {step} to log what the module is measured by but it logs nothing. {_LOG}"
+                f"Expected {step} to log what the module is measured by but it logs nothing.", hint=_LOG
             )
         if unknown := [name for name in lower_is_better or () if name not in found]:
             raise UnknownNameError(
@@ -329,6 +329,7 @@ def is_measured_by_step(module: L.LightningModule, stream: FederatedStream, samp
         mend = f"Leave `{ruling[0]}` out: it predicts by a rule of its own, which the step of `{name}` would pass by."
     raise InvalidValueError(
         f"Expected `{name}` to give logits of shape (batch, {stream.num_classes or 'classes'}), whose accuracy is "
-        f"measured, but {why}. {mend}",
+        f"measured, but {why}.",
+        hint=mend,
         argument=name,
     )

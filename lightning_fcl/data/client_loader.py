@@ -37,7 +37,8 @@ class ClientLoader:
         if len(plan.clients) != 1 or trainer is None:
             raise InvalidValueError(
                 f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients but got '
-                "a plain one, which trains a single client."
+                "a plain one, which trains a single client.",
+                hint="Use `L.Trainer(strategy=FederatedStrategy())`, or a stream of one client.",
             )
         client, round = plan.clients[0], current_round(trainer)
         if round >= plan.rounds and trainer.max_epochs == plan.rounds:
@@ -45,6 +46,7 @@ class ClientLoader:
         if round >= plan.rounds:
             raise InvalidValueError(
                 f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}.",
+                hint=f"Set `max_epochs={plan.rounds}`.",
                 argument="max_epochs",
                 value=trainer.max_epochs,
             )

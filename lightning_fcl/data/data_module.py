@@ -142,7 +142,7 @@ def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str
                     raise InvalidValueError(
                         f"Expected one `{name}` of the data modules of all clients but got {vars(first)[name]}, and "
                         f"{vars(loading)[name]} of client {client}.",
-                        hint="Give it to `FederatedStream`.",
+                        hint=f"Pass `{name}=` to `FederatedStream`.",
                     )
     for part, like in (("validation", "test"), ("test", "validation")):
         if loaders and part not in loaders:  # its samples are taken from the training samples
@@ -159,7 +159,7 @@ def _kind(value: Any) -> object:
 
 def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
     def refuse(wanted: str, got: object, remedy: str) -> NoReturn:
-        raise InvalidValueError(f"Expected {whose} to {wanted} but got a {type(got).__name__}. {remedy}")
+        raise InvalidValueError(f"Expected {whose} to {wanted} but got a {type(got).__name__}.", hint=remedy)
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         refuse("give one `DataLoader`", loader, "Pass its data set to `FederatedStream.from_arrays`.")

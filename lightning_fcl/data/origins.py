@@ -53,8 +53,8 @@ def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[
             clients = [owner[numbers[origin[numbers] == shared[0]][0]] for numbers in rows]
             example = f", such as one of client {clients[0]} for {pair[0]} and of client {clients[1]} for {pair[1]}"
         raise InvalidValueError(
-            f"Expected no sample in both the {pair[0]} and the {pair[1]} data, but got {len(shared)} in "
-            f"both{example}. {remedy}"
+            f"Expected no sample in both the {pair[0]} and the {pair[1]} data, but got {len(shared)} in both{example}.",
+            hint=remedy,
         )
 
 

@@ -90,7 +90,9 @@ def data_set(given: Any, whose: str) -> Dataset[Any]:
     else:
         return given if isinstance(given, Dataset) else SizedItems(given)
     clients = " A list or a dict has a dataset for each client." if whose.startswith("for client") else ""
-    raise InvalidTypeError(f"Expected a map-style data set {whose} but got a {type(given).__name__}. {remedy}{clients}")
+    raise InvalidTypeError(
+        f"Expected a map-style data set {whose} but got a {type(given).__name__}.", hint=f"{remedy}{clients}"
+    )
 
 
 def of_anything(
@@ -203,7 +205,9 @@ def samples_of(
         )
     if classes is not None:
         raise InvalidValueError(
-            f"Expected no `classes` for {name_of(data)}, which names its own, but got {list(classes)}."
+            f"Expected no `classes` for {name_of(data)}, which names its own, but got {list(classes)}.",
+            hint="Leave it out.",
+            argument="classes",
         )
     return data if isinstance(data, Samples) else of_public(data)
 

@@ -348,10 +348,12 @@ def normalised(samples: Samples, mean: Any, std: Any) -> Samples:
             )
         if values.ndim > 1 or values.size not in (1, x.shape[1]):
             last = x.dim() == 4 and values.size == x.shape[-1]
-            raise ValueError(
+            raise InvalidValueError(
                 f"Expected `{name}` to be a number, or one for each of {x.shape[1]} channels of images of shape "
-                f"{tuple(x.shape[1:])}, but got {values.size}."
-                + (" The channels come last: pass `x.transpose(0, 3, 1, 2)`." if last else "")
+                f"{tuple(x.shape[1:])}, but got {values.size}.",
+                hint="The channels come last: pass `x.transpose(0, 3, 1, 2)`." if last else "",
+                argument=name,
+                value=given,
             )
         scale.append(torch.from_numpy(255 * values.reshape(-1, *[1] * (x.dim() - 2))))
     return replace(samples, scale=(scale[0], scale[1]))

@@ -50,6 +50,7 @@ class Split:
             raise InvalidValueError(
                 f"Expected `test`, `validation` and `train_clients` to leave samples to train on but {self.test}, "
                 f"{self.validation} and {self.train_clients} leave none.",
+                hint="Lower `test` or `validation`, or name other owners.",
                 argument="test",
             )
         return train, validation, test
@@ -67,7 +68,9 @@ def _set_aside(
         official = samples.test if name == "test" else samples.validation
         if official is None:
             raise InvalidValueError(
-                f'Expected `{name}` to be a fraction but got "official", which {samples.name} has not.', argument=name
+                f'Expected `{name}` to be a fraction but got "official", which {samples.name} has not.',
+                hint=f"Use a fraction, such as `{name}=0.2`.",
+                argument=name,
             )
         return indices[~official[indices]], indices[official[indices]]
     if isinstance(what, float | int):
@@ -78,14 +81,22 @@ def _set_aside(
         raise UnknownNameError(f'Expected `{name}` to be {fraction} but got "{what}".', hint=hint, argument=name)
     if samples.owner is None:
         wanted_instead = "no `train_clients`" if name == "train_clients" else f"`{name}` to be a fraction"
-        raise InvalidValueError(f"Expected {wanted_instead} but got {what}: {samples.name} names no owners.")
+        other = "Leave it out" if name == "train_clients" else f"Use a fraction, such as `{name}=0.2`"
+        raise InvalidValueError(
+            f"Expected {wanted_instead} but got {what}: {samples.name} names no owners.",
+            hint=f"{other}, or pass the owners as `client` to `FederatedStream.from_arrays`.",
+            argument=name,
+            value=what,
+        )
     present = samples.owner[indices].astype(str)
     wanted = np.array([str(owner) for owner in what])
     missing = sorted(set(wanted) - set(present))
     if missing:
         among = listed(sorted(set(present)))
         raise InvalidValueError(
-            f"Expected `{name}` to be among the owners {among} but got {listed(missing)}.", argument=name
+            f"Expected `{name}` to be among the owners {among} but got {listed(missing)}.",
+            hint=did_you_mean(missing[0], present.tolist()) or f"Leave {listed(missing)} out.",
+            argument=name,
         )
     among_them = np.isin(present, wanted)
     return indices[~among_them], indices[among_them]

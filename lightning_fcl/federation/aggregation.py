@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import InvalidValueError, quoted
+from lightning_fcl.errors import InvalidValueError, did_you_mean, quoted
 from lightning_fcl.federation.exact import CohortSums, weighted_sum
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
@@ -125,7 +125,10 @@ def resolve(entry: str, given: str | Reduction) -> Reduction:
         return given
     if given not in BUILT_IN:
         raise InvalidValueError(
-            f"Expected the reduction of `{entry}` to be one of {', '.join(BUILT_IN)} but got `{given}`."
+            f"Expected the reduction of `{entry}` to be one of {', '.join(BUILT_IN)} but got `{given}`.",
+            hint=did_you_mean(given, BUILT_IN),
+            argument="reductions",
+            value=given,
         )
     return BUILT_IN[given]
 

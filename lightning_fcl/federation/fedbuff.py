@@ -201,7 +201,7 @@ class FedBuff(Schedule):
             raise InvalidValueError(
                 f"Expected no `compression` beside `FedBuff` but got {compression.hparams()}: a code refers to the "
                 "server's state at the upload, which an asynchronous client does not know.",
-                hint="Leave one out.",
+                hint="Leave `compression` out, or use a `Deadline` as the `schedule`.",
             )
 
     def hparams(self) -> dict[str, Any]:

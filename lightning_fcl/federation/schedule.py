@@ -238,6 +238,7 @@ class Participation:
             raise InvalidValueError(
                 "Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
                 f"{clients}.",
+                hint="Use 1.0 for all clients.",
                 argument="participation",
                 value=clients,
             )
@@ -245,7 +246,7 @@ class Participation:
             raise InvalidValueError(
                 f"Expected no `swarm` beside `schedule` but got {swarm.hparams()}: a `{type(schedule).__name__}` is "
                 "kept by a server, which a swarm has not.",
-                hint="Leave one out.",
+                hint="Leave `swarm` or `schedule` out.",
             )
         self.clients = clients
         self.seed = seed

@@ -329,7 +329,9 @@ class FederatedServer:
         if without := [client for client in known if weights is not None and not weights.get(client, 0) > 0]:
             raise InvalidValueError(
                 "Expected `client_weights` to give each client a positive weight but it gives none to "
-                f"{listed(without)}."
+                f"{listed(without)}.",
+                hint='Add a number above 0 for each, or use `client_weights="samples"`.',
+                argument="client_weights",
             )
 
     def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:

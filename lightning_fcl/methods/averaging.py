@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import InvalidValueError, argument, at_least, quoted
+from lightning_fcl.errors import InvalidValueError, argument, at_least, listed, quoted
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.fedbuff import FedBuff
@@ -78,7 +78,7 @@ class MovesServer(Method):
             raise InvalidValueError(
                 "Expected a server that goes to the mean of what all clients have trained from its model, for "
                 f"`{type(self).__name__}`, which moves it from there, but got {got}.",
-                hint="Leave one out.",
+                hint=f"Leave {got.removesuffix(' before it')} out, or `{type(self).__name__}`.",
             )
 
 
@@ -112,7 +112,10 @@ class FedProx(Method):
         params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.part)}
         if not params:
             raise InvalidValueError(
-                f"Expected `part` to match a trainable parameter but `{self.part}` matches none.", argument="part"
+                f"Expected `part` to match a trainable parameter but `{self.part}` matches none.",
+                hint=f"Leave `part` out, or use a pattern of {listed(step.params, 3)}.",
+                argument="part",
+                value=self.part,
             )
         return self.mu * proximal_term(params, step.server)
 

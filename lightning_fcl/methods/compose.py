@@ -65,7 +65,7 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
         raise InvalidValueError(
             f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
             f"{weights!r}.",
-            hint="Give it to the strategy.",
+            hint='Use `FederatedStrategy(client_weights="uniform")`.',
         )
     if not needs.head:
         return
@@ -76,6 +76,7 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
         raise InvalidValueError(
             f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(chosen)} of "
             f"{len(learning)}: {', '.join(sorted(learning)[:3])}, ...",
+            hint=f'Use a pattern of the last layer, such as `head="{[*learning][-1].rpartition(".")[0]}.*"`.',
             argument="head",
         )
     reductions = reductions_of(module, federation.strategy.rules)

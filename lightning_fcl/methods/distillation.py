@@ -72,7 +72,9 @@ class FLwF2T(Method):
             raise InvalidValueError(
                 f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha={self.alpha}, "
                 f"beta={self.beta}.",
-                hint="The server model's weight is 1 - alpha - beta.",
+                hint="Lower one of them, so that the weight of the server's model, 1 - alpha - beta, is at least 0."
+                if self.alpha + self.beta > 1 + 1e-9
+                else "Use a `beta` between 0 and 1 - alpha.",
             )
 
     def on_download(self, client: Client) -> Memory:

@@ -222,14 +222,19 @@ class FedWEIT(Method):
         assert federation is not None  # as it needs one
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise InvalidValueError(
-                "Expected a `Classifier` with `task_incremental=True` for `FedWEIT`.", hint="Set it."
+                "Expected a `Classifier` with `task_incremental=True` for `FedWEIT`.",
+                hint="Pass `task_incremental=True` to `Classifier`.",
+                argument="task_incremental",
             )
         stream = stream_of(trainer)
         tasks = stream.plan.task_classes if stream is not None else {}
         most = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
         if most > len(model.tasks):
             raise InvalidValueError(
-                f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}."
+                f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.",
+                hint=f"Pass `tasks={most}` to `Decomposed`.",
+                argument="tasks",
+                value=len(model.tasks),
             )
         reductions = reductions_of(pl_module, federation.strategy.rules)
         wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}

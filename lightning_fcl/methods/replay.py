@@ -107,7 +107,8 @@ class Replay(Method):
                 )
             if self.repeat:
                 raise InvalidValueError(
-                    "Expected no `repeat` beside `buffer` but got both.", hint="Use `policy` and `max_size`."
+                    "Expected no `repeat` beside `buffer` but got both.",
+                    hint="Leave `repeat` out, or leave `buffer` out and use `policy` and `max_size`.",
                 )
             self.max_size = self.buffer.max_size
         if self.transform is not None and not callable(self.transform):
@@ -119,7 +120,10 @@ class Replay(Method):
             )
         if self.repeat and self.policy != "reservoir":
             raise InvalidValueError(
-                f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".'
+                f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".',
+                hint='Use `policy="reservoir"`, or leave `repeat` out.',
+                argument="policy",
+                value=self.policy,
             )
 
     def hparams(self) -> dict[str, Any]:
@@ -185,7 +189,9 @@ class Replay(Method):
             raise InvalidValueError(
                 f"Expected `max_size` to be a number of samples but got the share {self.max_size}: only a "
                 "`FederatedStream` tells how many samples there will be.",
+                hint="Pass a whole number, such as `max_size=200`.",
                 argument="max_size",
+                value=self.max_size,
             )
         return max(1, round(self.max_size * part.stream_samples))
 

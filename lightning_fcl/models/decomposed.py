@@ -60,7 +60,7 @@ class Decomposed(Described):
         if tasks < 1:
             raise InvalidValueError(
                 f"Expected `tasks` to be at least 1 but got {tasks}.",
-                hint="Give the number of the stream's.",
+                hint="Pass the number of experiences of the stream.",
                 argument="tasks",
                 value=tasks,
             )
@@ -72,7 +72,9 @@ class Decomposed(Described):
             raise InvalidValueError(
                 f"Expected `layers` to match weights of linear or convolutional layers but `{layers}` matches none of "
                 f"{', '.join(names[:3]) or 'none'}.",
-                hint="Change it, or the network.",
+                hint=f'Use a pattern of layers, such as `layers="{names[0]}"`.'
+                if names
+                else "Use a network with linear or convolutional layers.",
                 argument="layers",
             )
         self.net = net
@@ -166,7 +168,8 @@ class Decomposed(Described):
         begun = self.begun
         if begun == len(self.tasks):
             raise InvalidValueError(
-                f"Expected at most {begun} tasks, as many as `tasks` says, but another begins.", hint="Raise it."
+                f"Expected at most {begun} tasks, as many as `tasks` says, but another begins.",
+                hint="Pass a larger `tasks` to `Decomposed`.",
             )
         own, base = self._task(begun), self.base()
         own.adaptive.data = base / 3

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
@@ -64,17 +65,45 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Callbacks that go across clients or rounds: why, and what to do in their place.
-_ACROSS = "it would go across clients. Use `accumulate_grad_batches`, or a `server_optimizer`"
-_REFUSED = {
-    GradientAccumulationScheduler: _ACROSS,
-    StochasticWeightAveraging: _ACROSS,
-    WeightAveraging: _ACROSS,
-    LearningRateFinder: "it would end within a round. Compare rates over whole rounds, with `lightning-fcl tune`",
-    BatchSizeFinder: "it would end within a round, and what clients learn depends on their batches. Set `batch_size`",
-    ModelPruning: "its masks would be averaged as weights are. Prune the model when the fit is done",
-    SpikeDetection: "it would hold a client's loss against those of others. Clients whose numbers are not finite are "
-    'dropped and named; a reduction such as `"median"` outvotes others',
+_MIXES_CLIENTS = "it would average the models of different clients, step by step"
+
+
+def _average(made: str = "") -> str:
+    return (
+        "Average the server's model after each round: in `on_train_epoch_end` of your own callback, call "
+        f"`update_parameters(pl_module)` of an `AveragedModel(pl_module{made})` from `torch.optim.swa_utils`."
+    )
+
+
+# Callbacks that mix clients or end within a round: why, and the fix. A class stands before its base class.
+_REFUSED: dict[type[L.Callback], tuple[str, str]] = {
+    GradientAccumulationScheduler: (
+        "it would accumulate gradients of different clients",
+        "Set `accumulate_grad_batches` of the Trainer, which holds for every client and round.",
+    ),
+    StochasticWeightAveraging: (
+        _MIXES_CLIENTS,
+        f"{_average()} Its learning rate is that of the scheduler `SWALR`, which `configure_optimizers` can return.",
+    ),
+    EMAWeightAveraging: (_MIXES_CLIENTS, _average(", multi_avg_fn=get_ema_multi_avg_fn(0.9)")),
+    WeightAveraging: (_MIXES_CLIENTS, _average()),
+    LearningRateFinder: (
+        "it would end within a round",
+        "Compare learning rates over whole rounds, with `lightning-fcl tune`.",
+    ),
+    BatchSizeFinder: (
+        "it would end within a round, and results depend on the size of the clients' batches",
+        "Set `batch_size` of the stream.",
+    ),
+    ModelPruning: (
+        "its masks would be averaged as weights are",
+        "Prune the model when the fit is done, with `torch.nn.utils.prune`.",
+    ),
+    SpikeDetection: (
+        "it would compare a client's loss with the losses of other clients",
+        "Leave it out: uploads with non-finite values are dropped anyway. To limit the effect of other outliers, use "
+        '`FederatedStrategy(reductions={"*": "median"})`.',
+    ),
 }
 log = logging.getLogger(__name__)
 _LARGEST = 200_000  # parameters of a module whose clients train side by side
@@ -100,7 +129,7 @@ def check_settings(
         raise InvalidValueError(
             f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: who "
             "has missed a synchronisation knows no server state that its update could refer to.",
-            hint="Leave one out.",
+            hint="Leave `dropout` and `missing` of the swarm out, or `compression`.",
         )
     if schedule is not None:
         schedule.check(compression)
@@ -110,9 +139,13 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of a Trainer whose optimizers and schedulers are made."""
     at_least(1, accumulate_grad_batches=trainer.accumulate_grad_batches)
     for callback in callbacks_of(trainer):
-        for kind, why in _REFUSED.items():
+        for kind, (why, hint) in _REFUSED.items():
             if isinstance(callback, kind):
-                raise InvalidValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
+                raise InvalidValueError(
+                    f"Expected no `{type(callback).__name__}` among the callbacks: {why}.",
+                    hint=hint,
+                    argument="callbacks",
+                )
         often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
         if isinstance(callback, ModelCheckpoint) and any(often.values()):
             settings = " and ".join(f"`{name}={value}`" for name, value in often.items() if value)
@@ -132,7 +165,8 @@ def check_trainer(trainer: L.Trainer) -> None:
             )
     if not trainer.optimizers:
         raise InvalidValueError(
-            "Expected an optimizer but `configure_optimizers` returned none.", hint="Return one, over all that learns."
+            "Expected an optimizer but `configure_optimizers` returned none.",
+            hint="Return an optimizer of the trainable parameters.",
         )
     for optimizer in trainer.optimizers:
         check_optimizer(optimizer)
@@ -141,7 +175,8 @@ def check_trainer(trainer: L.Trainer) -> None:
     if any(config.reduce_on_plateau for config in by_step):
         raise InvalidValueError(
             'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step": no metric is known after '
-            "a client's step."
+            "a client's step.",
+            hint='Set `"interval": "epoch"` in `configure_optimizers`.',
         )
     if trainer.accumulate_grad_batches > 1 and any(isinstance(own, LBFGS) for own in trainer.optimizers):
         raise InvalidValueError(
@@ -153,7 +188,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise InvalidValueError(
             'Expected schedulers with `interval="epoch"` (a round) for a module that optimises by hand but got '
             '"step": the federation does not see its steps.',
-            hint="Step them in `training_step`, by what is left of them.",
+            hint="Return the schedulers without an interval, and call `self.lr_schedulers().step()` in "
+            "`training_step`.",
         )
     strategy: FederatedStrategy = trainer.strategy  # type: ignore[assignment]
     limit = strategy.limits.batches
@@ -167,7 +203,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise InvalidValueError(
             f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its "
             "clock counts all of a client's samples.",
-            hint="Leave one out.",
+            hint="Leave the limit out, or leave `schedule` out.",
         )
     if (trainer.max_steps, trainer.min_steps) != (-1, None):
         raise InvalidValueError(
@@ -275,10 +311,13 @@ def check_ranks(federation: Federation, ranks: int) -> None:
     rounds = range(federation.module.trainer.max_epochs or 0)
     most = max((-(-len(federation.participation.draw(plan, round)[0]) // size) for round in rounds), default=ranks)
     if ranks > most:
-        raise ValueError(
+        raise InvalidValueError(
             f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {most} of up to "
-            f"{size} clients, but got {ranks}. Set fewer devices"
-            + (f", or a `cohort_size` below {size}, which changes results by rounding alone." if size > 1 else ".")
+            f"{size} clients, but got {ranks}.",
+            hint="Set fewer devices"
+            + (f", or a `cohort_size` below {size}, which changes results by rounding alone." if size > 1 else "."),
+            argument="devices",
+            value=ranks,
         )
 
 
@@ -350,7 +389,12 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
         padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
     if padded and by_step:
         if size > 1 and wanted is not None:
-            raise InvalidValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.')
+            raise InvalidValueError(
+                f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.',
+                hint="Leave `cohort_size` out.",
+                argument="cohort_size",
+                value=wanted,
+            )
         if size > 1:
             log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
         return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step

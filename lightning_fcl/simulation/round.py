@@ -68,6 +68,7 @@ class Round:
         before = federation.strategy.round
         self.loose: LooseState | None = before.loose if before is not None else None
         self.steps_before = 0  # the Trainer's, when the round began
+        self.has_trained = False  # whether clients have trained on a batch of the round
         self._work, self._ends = work, ExperienceEnds(federation, looks_ahead)
         self._listeners: list[ListensToClients] = []
         self._watched = False  # whether one of them looks at clients' states
@@ -125,6 +126,7 @@ class Round:
 
     def resume(self) -> None:
         """After a batch: if it was the last of its cohort, go on with the upload, and after the last one aggregate."""
+        self.has_trained = True
         if self.last_batch:
             next(self._steps, None)
             self.federation.strategy.use_optimizer()
@@ -164,7 +166,8 @@ class Round:
     def abandon(self) -> None:
         """The round is cut short: no client's model stands in for the server's."""
         federation = self.federation
-        log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
+        if self.has_trained or self.number:  # otherwise the fit has changed nothing yet
+            log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
         self.cohort = None
         federation.strategy.counters.end()
         federation.epoch_states.undo()

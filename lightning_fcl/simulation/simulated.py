@@ -205,6 +205,6 @@ def _check_usable(federation: Federation, number: int) -> None:
     if federation.strategy.stops_unusable and dropped and not (record.trained or record.missed or record.late):
         who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
         raise InvalidValueError(
-            f"Expected uploads of round {number} that are of use but all were dropped: {who}. {DIVERGED} To go on "
-            'with the server as it was, give the strategy `on_unusable_round="warn"`.'
+            f"Expected uploads of round {number} that are of use but all were dropped: {who}.",
+            hint=f'{DIVERGED} To go on with the server as it was, give the strategy `on_unusable_round="warn"`.',
         )

@@ -83,14 +83,15 @@ class Classifier(NetworkTask):
             raise InvalidValueError(
                 'Expected a `FederatedStream` that tells the classes of each task, as `scenario="fedvit"` does, for '
                 f"`task_incremental=True` but got {stream}.",
-                hint="Leave it out.",
+                hint="Use `scenario=FedViTScenario(...)`, or leave `task_incremental` out.",
+                argument="task_incremental",
             )
         alone = [block[0] for parts in blocks.values() for block in parts if len(block) < 2]
         if alone:
             raise InvalidValueError(
                 f"Expected tasks of at least two classes for `task_incremental=True` but class {alone[0]} is a task "
                 "of its own, in which there is nothing to learn.",
-                hint="Cut the classes into fewer `tasks`.",
+                hint="Use fewer `tasks` of `FedViTScenario`, so that each task has at least two classes.",
             )
         together = torch.eye(max(self.num_classes, stream.num_classes), dtype=torch.bool)
         for block in {block for parts in blocks.values() for block in parts}:
@@ -110,7 +111,7 @@ class Classifier(NetworkTask):
             raise InvalidValueError(
                 f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
                 f"{output.shape[-1]}.",
-                hint="Make them equal.",
+                hint=f"Give the network {self.num_classes} outputs, or set `num_classes={output.shape[-1]}`.",
             )
         return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
 

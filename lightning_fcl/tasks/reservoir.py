@@ -87,10 +87,14 @@ class ReservoirTask(RidgeTask):
         per_step = targets.dim() == 3
         if per_step and self.features == "mean":
             raise InvalidValueError(
-                'Expected a label for each sequence with `readout="mean"` but got one for each step.'
+                'Expected a label for each sequence with `readout="mean"` but got one for each step.',
+                hint='Use `readout="steps"`.',
             )
         if per_step and targets.shape[1] != x.shape[1]:
-            raise InvalidValueError(f"Expected a label for each of the {x.shape[1]} steps but got {targets.shape[1]}.")
+            raise InvalidValueError(
+                f"Expected a label for each of the {x.shape[1]} steps but got {targets.shape[1]}.",
+                hint="Pass labels of shape (batch, time), or one label for each sequence.",
+            )
         if per_step and self.features == "last":
             targets, per_step = targets[:, -1], False
         start = self.reservoir.washout
@@ -107,6 +111,7 @@ class ReservoirTask(RidgeTask):
             raise InvalidValueError(
                 'Expected `precision` to be "32-true" or "64-true" for a reservoir but got '
                 f'"{self.trainer.precision}".',
+                hint='Use `precision="32-true"`.',
                 argument="precision",
             )
 

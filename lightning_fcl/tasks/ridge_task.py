@@ -69,15 +69,21 @@ class RidgeTask(Task):
             raise InvalidValueError(
                 'Expected `rank` or `gamma` alone, and with `share="statistics"`, as there is no B else to which they '
                 f'apply, but got rank={rank} and gamma={gamma} with `share="{share}"`.',
-                hint="Leave them out.",
+                hint='Leave `rank` or `gamma` out, or both. With one of them, use `share="statistics"`.',
                 argument="rank",
             )
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
         if not self.betas:
-            raise InvalidValueError("Expected `beta` to be a number or several but got an empty list.", argument="beta")
+            raise InvalidValueError(
+                "Expected `beta` to be a number or several but got an empty list.",
+                hint="Pass a number, such as `beta=1.0`.",
+                argument="beta",
+            )
         if len(self.betas) > 1 and share == "weights":
             raise InvalidValueError(
-                f'Expected one `beta` with `share="weights"`, as each client solves for itself, but got {self.betas}.'
+                f'Expected one `beta` with `share="weights"`, as each client solves for itself, but got {self.betas}.',
+                hint="Pass one number, or leave `share` out.",
+                argument="beta",
             )
         self.automatic_optimization = False
         self.targets = targets
@@ -181,9 +187,11 @@ class RidgeTask(Task):
         loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:
             raise InvalidValueError(
-                f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but the stream "
-                "has none.",
-                hint="Set the stream's `validation`, or one `beta`.",
+                f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but "
+                f"{'the fit' if stream is None else 'the stream'} has none.",
+                hint="Pass `val_dataloaders` to `fit`, or one `beta`."
+                if stream is None
+                else "Set `split=Split(validation=0.1)` of the stream, or pass one `beta`.",
             )
         solutions = self.readout.solutions(self.betas)
         right = torch.zeros(len(self.betas), dtype=torch.float64, device=self.device)
@@ -214,13 +222,14 @@ class RidgeTask(Task):
             raise InvalidValueError(
                 f"Expected the strategy's `local_epochs` to be 1 for a `{name}`, whose readout takes one pass, but "
                 f"got {strategy.local_epochs}.",
-                hint="The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`.",
+                hint="Leave `local_epochs` out. To adapt the reservoir for more passes, use "
+                "`IntrinsicPlasticity(local_epochs=...)`.",
             )
         if reductions_of(self, rules) != reductions_of(self):
             raise InvalidValueError(
                 f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
                 f"{dict(rules)}.",
-                hint="What clients send is chosen by `share`.",
+                hint="Leave `reductions` out. `share` chooses the uploads.",
             )
         if shaping:
             raise InvalidValueError(

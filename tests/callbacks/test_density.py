@@ -173,7 +173,7 @@ def test_what_cannot_be_measured_is_refused(fit, stream, task, make_stream, make
     with pytest.raises(ValueError, match="`reservoir` is an `EchoStateNetwork`"):
         fit(other, make_stream(), [ActivationDensity()])
     x, y = sequences()
-    with pytest.raises(ValueError, match="`test` to be above 0 but got no test samples"):
+    with pytest.raises(ValueError, match="Expected test samples to run on but the stream has none"):
         fit(task(), stream(test=0.0), [ActivationDensity()])
     trainer = L.Trainer(max_epochs=2, callbacks=[ActivationDensity()], **quiet)
     alone = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(2), partition=IID(1))

@@ -43,7 +43,10 @@ def test_frozen_parameters_stay_out(make_task, samples, train):
     before = task.model[1].weight.clone()
     train(task, [FedProx(0.5)], samples())
     assert torch.equal(task.model[1].weight, before)
-    message = "Expected `part` to match a trainable parameter but `model.1.*` matches none."
+    message = (
+        "Expected `part` to match a trainable parameter but `model.1.*` matches none. Leave `part` out, or use a "
+        "pattern of model.3.weight, model.3.bias."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(task, [FedProx(0.5, part="model.1.*")], samples())
 

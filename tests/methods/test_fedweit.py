@@ -363,7 +363,9 @@ def test_refusals(fit, make_stream, make_task):
     task.task_incremental = False
     with pytest.raises(ValueError, match="Expected a `Classifier` with `task_incremental=True` for `FedWEIT`"):
         fit(task, own_stream(), [FedWEIT()])
-    with pytest.raises(ValueError, match=r"^Expected `Decomposed\(tasks=3\)`, as in the stream, but got 2\.$"):
+    with pytest.raises(
+        ValueError, match=r"^Expected `Decomposed\(tasks=3\)`, as in the stream, but got 2\. Pass `tasks=3` to"
+    ):
         fit(own_task(tasks=2), own_stream(), [FedWEIT()], reductions=OWN)
     message = (
         'Expected the reduction of model.tasks.0.mask to be "none" for `FedWEIT` but got "mean". Give the strategy '

@@ -106,7 +106,7 @@ def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, si
 def test_a_share_needs_a_stream(make_task, samples, train):
     message = (
         "Expected `max_size` to be a number of samples but got the share 0.5: only a `FederatedStream` tells how many "
-        "samples there will be."
+        "samples there will be. Pass a whole number, such as `max_size=200`."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(make_task(), [Replay(0.5)], samples())

@@ -140,14 +140,14 @@ def test_other_transformers(name):
 
 
 def test_what_it_refuses():
-    message = "Expected `tasks` to be at least 1 but got 0. Give the number of the stream's."
+    message = "Expected `tasks` to be at least 1 but got 0. Pass the number of experiences of the stream."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Decomposed(small(), 0)
     with pytest.raises(ValueError, match=r"^Expected `threshold` to be at least 0 but got -1\.$"):
         Decomposed(small(), 1, threshold=-1)
     message = (
         "Expected `layers` to match weights of linear or convolutional layers but `body.*` matches none of "
-        "head.weight. Change it, or the network."
+        'head.weight. Use a pattern of layers, such as `layers="head.weight"`.'
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Decomposed(SplitViT(nn.Flatten(), 12, image_size=2), 1)

@@ -169,6 +169,21 @@ def test_a_round_that_is_cut_short_leaves_the_server(fit, make_stream, make_task
     assert "A round was cut short" in caplog.text
 
 
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize(("batches", "is_logged"), [(0, False), (1, True)])
+def test_error_before_the_first_batch_logs_no_cut_round(
+    fit, make_stream, make_task, caplog, cohort_size, batches, is_logged
+):
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == batches:
+                raise KeyError("label")
+
+    with pytest.raises(KeyError, match="label"):
+        fit(make_task(), make_stream(experiences=1), [Stop()], cohort_size=cohort_size)
+    assert ("A round was cut short" in caplog.text) is is_logged
+
+
 def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, make_task, tmp_path):
     def run(epochs, ckpt_path=None):
         stream = make_stream(clients=5, partition="dirichlet", rounds_per_experience=2)

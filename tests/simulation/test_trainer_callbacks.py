@@ -23,6 +23,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_fcl.errors import InvalidValueError
+
 COHORTS = pytest.mark.parametrize("cohort_size", [1, "auto"])
 
 
@@ -130,15 +132,25 @@ def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, ki
 @pytest.mark.callback("LearningRateFinder", "refused: it would end within a round. Use `lightning-fcl tune`")
 @pytest.mark.callback("ModelPruning", "refused: masks would be averaged as weights are. Prune when the fit is done")
 @pytest.mark.callback(
-    "GradientAccumulationScheduler", "refused: it would go across clients. Use `accumulate_grad_batches`"
+    "GradientAccumulationScheduler",
+    "refused: it would accumulate gradients of different clients. Set `accumulate_grad_batches`",
 )
-@pytest.mark.callback("StochasticWeightAveraging", "refused: it would go across clients. Use a `server_optimizer`")
-@pytest.mark.callback("WeightAveraging", "refused: it would go across clients. Use a `server_optimizer`")
-@pytest.mark.callback("EMAWeightAveraging", "refused: it would go across clients. Use a `server_optimizer`")
+@pytest.mark.callback(
+    "StochasticWeightAveraging",
+    "refused: it would average models of different clients. Update an `AveragedModel` in `on_train_epoch_end`",
+)
+@pytest.mark.callback(
+    "WeightAveraging",
+    "refused: it would average models of different clients. Update an `AveragedModel` in `on_train_epoch_end`",
+)
+@pytest.mark.callback(
+    "EMAWeightAveraging",
+    "refused: it would average models of different clients. Update an `AveragedModel` in `on_train_epoch_end`",
+)
 @pytest.mark.callback(
     "SpikeDetection",
-    "refused: it would hold a client's loss against those of others. What is not finite is dropped as it is; "
-    'for the rest there is `reductions={"*": "median"}`',
+    "refused: it would compare a client's loss with those of other clients. Non-finite uploads are dropped anyway. "
+    'For other outliers, set `reductions={"*": "median"}`',
 )
 @pytest.mark.parametrize(
     ("callback", "remedy"),
@@ -146,15 +158,16 @@ def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, ki
         (LearningRateFinder(), "lightning-fcl tune"),
         (BatchSizeFinder(), "Set `batch_size`"),
         (ModelPruning("l1_unstructured", amount=0.5), "Prune the model when the fit is done"),
-        (GradientAccumulationScheduler({0: 4}), "Use `accumulate_grad_batches`"),
-        (StochasticWeightAveraging(0.1), "`server_optimizer`"),
-        (WeightAveraging(), "`server_optimizer`"),
-        (EMAWeightAveraging(), "`server_optimizer`"),
-        (SpikeDetection(), 'a reduction such as `"median"`'),
+        (GradientAccumulationScheduler({0: 4}), "Set `accumulate_grad_batches`"),
+        (StochasticWeightAveraging(0.1), "an `AveragedModel(pl_module)` .*`SWALR`"),
+        (WeightAveraging(), "an `AveragedModel(pl_module)`"),
+        (EMAWeightAveraging(), "multi_avg_fn=get_ema_multi_avg_fn(0.9)"),
+        (SpikeDetection(), '`FederatedStrategy(reductions={"*": "median"})`'),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_callbacks_that_go_across_clients_are_refused_by_name(fit, make_stream, make_task, callback, remedy):
-    message = f"Expected no `{type(callback).__name__}` among the callbacks: .*{remedy}"
-    with pytest.raises(ValueError, match=message):
+    message = f"Expected no `{type(callback).__name__}` among the callbacks: "
+    with pytest.raises(InvalidValueError, match=message) as caught:
         fit(make_task(), make_stream(), [callback])
+    assert all(part in caught.value.hint for part in remedy.split(" .*"))

@@ -357,7 +357,7 @@ def test_it_solves_in_a_plain_trainer(quiet, options):
     ("options", "message"),
     [
         ({"share": "sums"}, 'Expected `share` to be "statistics", "weights" or "moments", but got "sums".'),
-        ({"rank": 3, "gamma": 1.0}, "but got rank=3 and gamma=1.0 with `share=\"statistics\"`. Leave them out."),
+        ({"rank": 3, "gamma": 1.0}, "but got rank=3 and gamma=1.0 with `share=\"statistics\"`. Leave `rank`"),
         ({"rank": 3, "share": "moments"}, "Expected `rank` or `gamma` alone, and with `share=\"statistics\"`"),
         ({"gamma": 1.0, "share": "weights"}, "but got rank=None and gamma=1.0 with `share=\"weights\"`."),
         ({"rank": 7}, "Expected `rank` to be between 1 and 6 but got 7."),

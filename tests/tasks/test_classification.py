@@ -104,7 +104,10 @@ def test_a_stream_with_more_classes_is_refused(fit, task_incremental):
 @pytest.mark.parametrize("outputs", [6, 18])
 def test_a_network_with_other_outputs_than_classes_is_refused(fit, make_stream, quiet, outputs):
     task = Classifier(nn.Linear(6, outputs), num_classes=12)
-    message = f"Expected a `model` with one output for each of `num_classes`=12 but got {outputs}. Make them equal."
+    message = (
+        f"Expected a `model` with one output for each of `num_classes`=12 but got {outputs}. Give the network "
+        f"12 outputs, or set `num_classes={outputs}`."
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         fit(task, make_stream())
     with pytest.raises(ValueError, match=re.escape(message)):

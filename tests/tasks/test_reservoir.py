@@ -243,7 +243,8 @@ def test_labels_of_every_step(train, make_series, make_reservoir, by_numpy, wash
 
 def test_the_mean_of_states_has_one_label(train, make_series, make_reservoir_task):
     x = torch.from_numpy(make_series(8)[0])
-    message = 'Expected a label for each sequence with `readout="mean"` but got one for each step.'
+    message = 'Expected a label for each sequence with `readout="mean"` but got one for each step. '
+    message += 'Use `readout="steps"`.'
     with pytest.raises(ValueError, match=exactly(message)):
         train(make_reservoir_task(readout="mean"), (x, torch.zeros(8, 9, dtype=torch.long)))
 
@@ -383,9 +384,10 @@ def test_regression_takes_the_smallest_error(train, make_series, make_reservoir,
 def test_several_regularisers_need_validation_samples(
     fit, train, make_series, make_series_stream, make_reservoir_task, plain
 ):
+    fix = "Pass `val_dataloaders` to `fit`" if plain else "Set `split=Split(validation=0.1)` of the stream"
     message = (
-        "Expected validation samples to choose among the 2 values of `beta` but the stream has none. Set the stream's "
-        "`validation`, or one `beta`."
+        f"Expected validation samples to choose among the 2 values of `beta` but the {'fit' if plain else 'stream'} "
+        f"has none. {fix}, or {'' if plain else 'pass '}one `beta`."
     )
     task = make_reservoir_task(beta=[1.0, 2.0])
     with pytest.raises(ValueError, match=exactly(message)):
@@ -426,7 +428,8 @@ def test_as_many_samples_as_the_state_has_units_by_default():
 ADDS = "Expected no `{}` with a `ReservoirClassifier`: it adds to a loss, and a readout is solved for without one. Remo"
 PASS = (
     "Expected the strategy's `local_epochs` to be 1 for a `ReservoirClassifier`, whose readout takes one pass, but "
-    "got 3. The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`."
+    "got 3. Leave `local_epochs` out. To adapt the reservoir for more passes, use "
+    "`IntrinsicPlasticity(local_epochs=...)`."
 )
 
 
@@ -500,10 +503,14 @@ def test_wrong_targets(train, make_series, make_reservoir, kind, size, y, messag
         ({"share": "data"}, 'Expected `share` to be "statistics" or "weights" but got "data".'),
         ({"targets": "0/2"}, 'Expected `targets` to be "0/1" or "-1/1" but got "0/2". Did you mean 0/1?'),
         ({"num_classes": 0}, "Expected `num_classes` to be at least 1 but got 0."),
-        ({"beta": []}, "Expected `beta` to be a number or several but got an empty list."),
+        (
+            {"beta": []},
+            "Expected `beta` to be a number or several but got an empty list. Pass a number, such as `beta=1.0`.",
+        ),
         (
             {"beta": [1.0, 2.0], "share": "weights"},
-            'Expected one `beta` with `share="weights"`, as each client solves for itself, but got [1.0, 2.0].',
+            'Expected one `beta` with `share="weights"`, as each client solves for itself, but got [1.0, 2.0]. '
+            "Pass one number, or leave `share` out.",
         ),
         ({"beta": [1.0, -2.0]}, "Expected `beta` to be at least 0 and finite but got -2.0."),
     ],

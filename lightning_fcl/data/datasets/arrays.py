@@ -72,12 +72,15 @@ class Arrays:
             column = vars(self)[name]
             if column is None:
                 continue
-            fits = column.dtype.kind in "iuU" if kind == "integers or text" else column.dtype == kind
+            is_text = kind == "integers or text"
+            fits = column.dtype.kind in "iuU" if is_text else column.dtype == kind
             each = "" if name in ("x", "mean", "std") else f", one entry for each of {size} samples,"
             if not fits or (each and column.shape != (size,)):
                 raise InvalidValueError(
                     f"Expected `{name}` to hold {kind}{each} but got {column.dtype} of shape {column.shape}.",
-                    hint="Convert it, or read it from the same files as `x`.",
+                    hint="Pass one entry for each sample."
+                    if fits
+                    else f"Convert it, as `{name}.astype({'str' if is_text else repr(kind)})` does.",
                     argument=name,
                     value=column.dtype,
                 )

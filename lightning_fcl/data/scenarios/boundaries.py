@@ -222,6 +222,7 @@ def _classes_of(pool: Pool, experiences: int) -> IntArray:
     if len(classes) < experiences:
         raise InvalidValueError(
             f"Expected `experiences` to be at most the number of classes, {len(classes)}, but got {experiences}.",
+            hint=f"Use `experiences={len(classes)}` or fewer.",
             argument="experiences",
             value=experiences,
         )

@@ -18,6 +18,7 @@ from lightning_fcl.data.scenarios.scenario import (
     Plan,
     Pool,
     Scenario,
+    nearest_divisor,
     number_order,
     with_history,
 )
@@ -135,6 +136,8 @@ class DomainIncremental(Scenario):
         if pool.group is None:
             raise InvalidValueError(
                 "Expected `group`, the domain of every sample, for a domain-incremental stream but got None.",
+                hint="Pass `group=` to `FederatedStream.from_arrays`, or use a scenario that needs no domains, such as "
+                "`ClassIncremental`.",
                 argument="group",
             )
         parts, tasks = {}, dict[str, Groups]()
@@ -179,6 +182,7 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
         raise InvalidValueError(
             f"Expected `experiences` to divide, or to add up to, the number of classes, {len(classes)}, but got "
             f"{experiences}.",
+            hint=_suggest_experiences(len(classes), max(len(sizes), 1)),
             argument="experiences",
             value=experiences,
         )
@@ -206,6 +210,14 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
         tuple(sorted(classes[list(experience.classes_in_this_experience)].tolist()))
         for experience in benchmark.train_stream
     ]
+
+
+def _suggest_experiences(classes: int, wanted: int) -> str:
+    """Return the fix for a number of experiences that does not divide the number of classes."""
+    nearest = nearest_divisor(classes, wanted)
+    sizes = [len(part) for part in np.array_split(np.arange(classes), min(max(wanted, 1), classes))]
+    each = f", or the number of classes of each experience, such as {sizes}" if len(sizes) <= 10 else ""
+    return f"Use a divisor, such as `experiences={nearest}`{each}."
 
 
 def _parts(pool: Pool, everyone: IntArray, groups: Groups) -> dict[str, list[IntArray]]:
@@ -246,6 +258,7 @@ def plan_of(
                 raise InvalidValueError(
                     f"Expected `samples_per_round` to leave enough samples for {each} rounds of experience "
                     f"{experience} of client {client}, which has {len(samples)}, but got {number}.",
+                    hint="Lower `samples_per_round` or `rounds_per_experience`, or use fewer clients.",
                     argument="samples_per_round",
                     value=number,
                 )
@@ -272,7 +285,7 @@ def _require_one_order(name: str, order: Order, per_client: bool) -> None:
     if per_client and order is not None:
         raise InvalidValueError(
             f"Expected `{name}` or `order_per_client=True` but got both, with {order}.",
-            hint="Leave one out.",
+            hint=f"Leave `{name}` or `order_per_client` out.",
             argument=name,
         )
 

@@ -16,6 +16,7 @@ from lightning_fcl.data.scenarios.scenario import (
     Plan,
     Pool,
     Scenario,
+    nearest_divisor,
     number_order,
     with_history,
 )
@@ -346,7 +347,7 @@ def _blocks(
     if not classes or len(classes) % tasks:
         raise InvalidValueError(
             f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}.",
-            hint="Change it.",
+            hint=f"Use a divisor, such as `tasks={nearest_divisor(len(classes), tasks)}`.",
             argument="tasks",
             value=tasks,
         )

@@ -244,6 +244,17 @@ def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntAr
     return np.flatnonzero(rest), chosen
 
 
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of a number that is nearest to a wanted one.
+
+    Example:
+        >>> nearest_divisor(10, 3)
+        2
+    """
+    divisors = [one for one in range(1, number + 1) if number % one == 0]
+    return min(divisors, key=lambda one: abs(one - wanted), default=1)
+
+
 def views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:
     """Each client's samples, where they lie one client after the other in one array: no client has a copy."""
     first = [0, *np.cumsum(counts).tolist()]
@@ -329,11 +340,15 @@ def _position(entry: object, names: Sequence[str]) -> int:
 def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
     """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
     known = {kind.__name__: kind for kind in kinds}
-    expected = f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got"
     if not isinstance(given, str):
         return given
     wanted = given.replace("-", "").lower()
     for full, kind in known.items():
         if wanted in (full.lower(), full.lower().removesuffix("scenario")):
             return kind()
-    raise ValueError(f'{expected} "{given}".{did_you_mean(given, known)}')
+    raise UnknownNameError(
+        f'Expected `{argument}` to be an object of {", ".join(known)}, or one of these names, but got "{given}".',
+        hint=did_you_mean(given, known),
+        argument=argument,
+        value=given,
+    )

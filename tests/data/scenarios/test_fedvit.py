@@ -163,7 +163,10 @@ REFUSED = [
     ({"tasks": 0}, "Expected `tasks` to be at least 1 but got 0."),
     ({"clients": 0}, "Expected `clients` to be at least 1 but got 0."),
     ({"rounds_per_task": 0}, "Expected `rounds_per_task` to be between 1 and 1000000 but got 0."),
-    ({"tasks": 7}, "Expected `tasks` to divide the number of classes, 100, but got 7. Change it."),
+    (
+        {"tasks": 7},
+        "Expected `tasks` to divide the number of classes, 100, but got 7. Use a divisor, such as `tasks=5`.",
+    ),
     *(
         ({"classes_per_client": given}, RANGE.format("classes_per_client", low, 10, wrong))
         for given, low, wrong in [((1, 5), 2, 1), ((2, 11), 2, 11), ((5, 2), 5, 2)]

@@ -259,7 +259,7 @@ ORDER = "Expected `{}` to order all of {} but got {}."
     ],
 )
 def test_what_cannot_be_is_refused(call, message):
-    with pytest.raises(ValueError, match=exactly(message)):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):  # a hint may follow
         call()
 
 
