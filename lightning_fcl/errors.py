@@ -117,6 +117,12 @@ class FileAccessError(LightningFCLError, OSError):
     code = "file-access"
 
 
+class FileConflictError(LightningFCLError, FileExistsError):
+    """A file or folder that would be written exists already, with other content."""
+
+    code = "file-conflict"
+
+
 class NoRoomError(FileAccessError):
     """A disk is full, or a quota reached."""
 

@@ -1,8 +1,14 @@
+import ast
+import builtins
+import copy
+import pickle
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from lightning_fcl import errors
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import (
     above,
@@ -100,3 +106,53 @@ def test_many_names_are_listed_with_their_number():
     assert listed(range(4)) == "0, 1, 2, 3"
     assert listed(range(1000), most=3) == "0, 1, 2 and 997 more"
     assert quoted("abcde") == "`a`, `b`, `c` and 2 more"
+
+
+def classes_of_errors(kind=errors.LightningFCLError):
+    for derived in kind.__subclasses__():
+        if derived.__module__ == "lightning_fcl.errors":
+            yield derived
+        yield from classes_of_errors(derived)
+
+
+CLASSES = sorted({*classes_of_errors()}, key=lambda kind: kind.__name__)
+
+
+def test_each_class_of_errors_has_a_code_and_a_built_in_base():
+    codes = [vars(kind)["code"] for kind in CLASSES]
+    assert len(CLASSES) > 10 and len({*codes}) == len(codes)
+    for kind in CLASSES:
+        assert next(base for base in kind.__mro__ if base.__module__ == "builtins") not in (Exception, object), kind
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_errors_keep_what_they_tell(kind):
+    """Also where they come from another process, and where a worker of a DataLoader makes them anew."""
+    error = kind("Expected `a` to be 1 but got 2.", hint=" Use `a=1`.", argument="a", value=2, code="a-code")
+    for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(one) is kind and str(one) == "Expected `a` to be 1 but got 2. Use `a=1`."
+        assert (one.hint, one.argument, one.value, one.code) == ("Use `a=1`.", "a", 2, "a-code")
+    plain = kind("Expected `a`.")
+    assert (str(plain), plain.hint, plain.argument, plain.value) == ("Expected `a`.", "", None, None)
+    assert plain.code == kind.code
+
+
+def raised_plainly(source):
+    """The lines at which a message about what was expected is raised by a built-in class."""
+    for node in ast.walk(ast.parse(source)):
+        call = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.args:
+            first = call.args[0].values[0] if isinstance(call.args[0], ast.JoinedStr) else call.args[0]
+            said = str(first.value) if isinstance(first, ast.Constant) else ""
+            if said.startswith("Expected ") and hasattr(builtins, call.func.id):
+                yield node.lineno
+
+
+def test_what_is_raised_on_purpose_has_a_class_of_ours():
+    assert [*raised_plainly("def f():\n    raise ValueError('Expected x.')")] == [2]
+    assert [*raised_plainly("def f(x):\n    raise TypeError(f'Expected {x}.') from None")] == [2]
+    folder = Path(errors.__file__).parent
+    sources = {path.relative_to(folder): path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
+    allowed = {Path("federation/reductions.py")}  # what a class of one's own does not define is a `NotImplementedError`
+    assert len(sources) > 200
+    assert {path for path, source in sources.items() if [*raised_plainly(source)]} == allowed

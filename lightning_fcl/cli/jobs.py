@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.door import many_imports
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import InvalidStateError, at_least
 from lightning_fcl.evaluation.files import occupied, write_whole
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
@@ -151,9 +151,9 @@ def side_by_side(
             yield from ((futures[future], future.result()) for future in as_completed(futures))
     except BrokenProcessPool as error:
         if not stop.signal:
-            raise ChildProcessError(
-                "Expected each worker to end its runs but one was killed, perhaps since memory ran out. The same "
-                "command goes on where the runs were; fewer --workers need less memory."
+            raise InvalidStateError(
+                "Expected each worker to end its runs but one was killed, perhaps because memory ran out.",
+                hint="The same command continues the runs. Fewer --workers need less memory.",
             ) from error
     finally:  # not `with`: its exit would let what is still queued run to its end after an error
         pool.shutdown(cancel_futures=True)

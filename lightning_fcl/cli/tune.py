@@ -218,8 +218,9 @@ def settle(
     failures[number] = problem
     study.tell(number, state=TrialState.FAIL)
     if len(failures) >= _PATIENCE and len({*failures.values()}) == 1 and not _trials(study, TrialState.COMPLETE):
-        raise ValueError(
-            f"The first {len(failures)} trials all failed: {problem.rstrip('.')}. Mend it, then use --restart."
+        raise InvalidValueError(
+            f"The first {len(failures)} trials all failed: {problem.rstrip('.')}.",
+            hint="Correct the cause, then use --restart.",
         )
 
 
@@ -235,8 +236,9 @@ def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, str
     done = frame[frame["state"] == STATES[TrialState.COMPLETE]]
     if done.empty:
         reason = next(iter(failures.values()))
-        raise ValueError(
-            f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}. Mend it, then use --restart."
+        raise InvalidValueError(
+            f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}.",
+            hint="Correct the cause, then use --restart.",
         )
     plot = charts.write_png(out / "trials.png", trials_figure(study, search))
     recipe = write_best(study.best_trial, len(frame), search, named, out)

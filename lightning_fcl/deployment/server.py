@@ -25,7 +25,15 @@ from lightning_fcl.deployment.members import Members
 from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.deployment.outline import fingerprint, outline_of, read_recipe
 from lightning_fcl.deployment.own_data import read_data, take_server_data
-from lightning_fcl.errors import InvalidValueError, MissingValueError, above, argument, at_least, check_fields
+from lightning_fcl.errors import (
+    InvalidStateError,
+    InvalidValueError,
+    MissingValueError,
+    above,
+    argument,
+    at_least,
+    check_fields,
+)
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.schedule import Participation
@@ -146,8 +154,9 @@ class Nodes:
         fewer = f"Expected uploads of at least {needed} clients in round {round.number} but got {counted} ("
         fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
         if not self.members.enough:
-            raise RuntimeError(
-                f"{fewer}). Start the server again when they are there: it goes on from its newest checkpoint."
+            raise InvalidStateError(
+                f"{fewer}).",
+                hint="Start the server again when they are there: it continues from its newest checkpoint.",
             )
         if counted < needed:
             log.warning("%s). It goes on with these.", fewer)

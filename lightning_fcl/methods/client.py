@@ -201,7 +201,7 @@ class Step:
 
         def __getattr__(self, name: str) -> Tensor:
             if name in ("x", "output"):
-                raise RuntimeError(self._why)
+                raise InvalidStateError(self._why)
             raise AttributeError(name)
 
     def mean(self, values: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def check_transform(transform: ReplayTransform, sample: Any) -> None:
         ) from error
 
 
-class _ChangedSampleError(ValueError):
+class _ChangedSampleError(InvalidValueError):
     """A transform has changed the shape, the dtype or the names of a sample."""
 
 

@@ -391,7 +391,7 @@ def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
         run("fit", recipe, kind)
     except _ParsedError as parsed:
         return parsed.text
-    raise AssertionError("Expected the parser to have parsed.")
+    raise AssertionError("the recipe was not parsed")
 
 
 def resolve_recipe(recipe: Recipe) -> dict[str, Any]:

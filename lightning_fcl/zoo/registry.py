@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from lightning_fcl.errors import (
     ConnectionFailedError,
+    FileConflictError,
     InvalidValueError,
     MissingFileError,
     UnknownNameError,
@@ -292,7 +293,9 @@ def collect(folder: Path, to: Path) -> Path:
                 any((target / name).exists() for name in (SUMS, *FILES))
                 and read_entry(target / CONFIG).name != entry.name
             ):
-                raise FileExistsError(f"Expected {target} to hold {entry.name} but it holds another. Move it.")
+                raise FileConflictError(
+                    f"Expected {target} to hold {entry.name} but it holds another.", hint="Move it."
+                )
             for name in (*files, SUMS):
                 if (folder / name).exists():
                     with replacing(target / name) as copy:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_fcl.data.features import BATCH
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import UnknownNameError
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import resolve_recipe
 from lightning_fcl.running.parts import RecipeParts, read_parts
@@ -30,7 +31,7 @@ SHARE = 1e-3
 _NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
 
 
-class UnknownRecipeError(ValueError):
+class UnknownRecipeError(UnknownNameError):
     """A published network's recipe is not one of this package."""
 
 
@@ -137,8 +138,8 @@ def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[Path | Set
         if _recipe_mark(candidate).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
             return read_parts(candidate.with_values({"data.seed": seed}).with_layers(*over))
     raise UnknownRecipeError(
-        f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
-        "tells of, or hand in the recipe."
+        f"Expected {name} to be of a recipe of this package but its own is another.",
+        hint="Install the version that it names, or pass the recipe.",
     )
 
 

@@ -404,7 +404,7 @@ def test_a_script_without_a_guard(tmp_path):
     assert "weights" in done.stdout, done.stderr
     assert done.returncode == 1
     # A second worker may still write to the same stderr after the error of the main process.
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("RuntimeError: Expected the 2 processes")]
+    (line,) = [line for line in done.stderr.splitlines() if "InvalidStateError: Expected the 2 processes" in line]
     assert 'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`' in line
 
 

@@ -9,6 +9,7 @@ import pytest
 from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation.files import sha256
+from lightning_fcl.running.recipe import Recipe, Setting
 from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.zoo import verifying as recipes
 from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, write_list
@@ -143,10 +144,11 @@ def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
 )
 def test_of_an_entrys_recipe_nothing_is_run_that_is_not_the_packages(told):
     own = find(NAME).entry.recipe
-    agrees = (
-        recipes._recipe_mark([recipes_folder() / "quickstart.yaml"], told["words"])
-        if "words" in told and told["words"] != 3
-        else {}
-    )
+    agrees = {}
+    if "words" in told and told["words"] != 3:
+        option, value = told["words"]
+        layers = recipes_folder() / "quickstart.yaml", Setting(option.removeprefix("--"), value)
+        agrees = recipes._recipe_mark(Recipe(layers))
+        assert agrees["words"] == told["words"]
     with pytest.raises(recipes.UnknownRecipeError, match="to be of a recipe of this package but its own is another"):
         recipes.recipe_parts({**own, **agrees, **told}, NAME)

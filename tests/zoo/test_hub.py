@@ -143,7 +143,7 @@ def test_the_hub_is_asked_for_a_commit(name):
 @pytest.mark.seconds
 def test_what_the_hub_does_not_have_is_told(hub):
     assert (
-        "ConnectionError: Expected to get hf:our/nothing@"
+        "ConnectionFailedError: Expected to get hf:our/nothing@"
         in hub("-c", LABEL.format(name=f"hf:our/nothing@{COMMIT}")).stderr
     )
 
@@ -200,7 +200,7 @@ upload(Path({run!r}), read_head("hf:our/models")._replace(commit="0" * 40), "of 
 
 @pytest.mark.seconds
 def test_of_two_pushes_at_once_one_is_refused(hub, commits, run):
-    assert "ConnectionError: Expected to bring" in hub("-c", LATE.format(run=run)).stderr
+    assert "ConnectionFailedError: Expected to bring" in hub("-c", LATE.format(run=run)).stderr
     assert [*commits] == [COMMIT]
 
 
