@@ -1,4 +1,4 @@
-"""Errors of other libraries that have no class of their own, told apart by their text: here and nowhere else."""
+"""Errors of other libraries that are recognized by their text. No other module decides by the text of an error."""
 
 from __future__ import annotations
 

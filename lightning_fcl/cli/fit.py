@@ -64,22 +64,20 @@ class Fit(Command):
     def run(self, options: Namespace) -> None:
         if options.help_all:
             print_help("fit")
-        chosen = {"seed_everything": options.seed_everything, "ckpt_path": options.ckpt_path}
-        if len(options.recipes) == 1 and is_run(Path(options.recipes[0])):
+        if continues := len(options.recipes) == 1 and is_run(Path(options.recipes[0])):
             recipe = recipe_of_run(Path(options.recipes[0]), options)
-            print(f"goes on from {recipe.content()['ckpt_path']}")
+            print(f"continues from {recipe.content()['ckpt_path']}")
         else:
             recipe = find_recipes(options.recipes).with_layers(*options.layers)
-            recipe = recipe.with_values({name: value for name, value in chosen.items() if value})
-            if options.pretrained:
-                recipe = recipe.with_values(_published(options.pretrained))
-            if options.out:
-                recipe = recipe.with_values({"out": options.out})
-            if not options.ckpt_path and options.print_config is None:
-                recipe = recipe.with_values({"out": str(_free_folder(options))})
-            elif not options.out and (runs := list(filter(None, map(run_of, recipe.files)))):
-                recipe = recipe.with_values({"out": str(runs[-1])})
-        with many_imports():  # after what may be refused without them
+        if options.pretrained:
+            recipe = recipe.with_values(_published(options.pretrained))
+        given = {name: getattr(options, name) for name in ("out", "seed_everything", "ckpt_path")}
+        recipe = recipe.with_values({name: value for name, value in given.items() if value})
+        if not continues and not options.ckpt_path and options.print_config is None:
+            recipe = recipe.with_values({"out": str(_free_folder(options))})
+        elif not continues and not options.out and (runs := list(filter(None, map(run_of, recipe.files)))):
+            recipe = recipe.with_values({"out": str(runs[-1])})
+        with many_imports():  # after the errors that do not need them
             from lightning_fcl.running.fit import FitCLI, resolved_text, run
         if options.print_config is not None:
             print(resolved_text(recipe, list(filter(None, options.print_config.split(",")))), end="")
@@ -95,7 +93,7 @@ def is_run(folder: Path) -> bool:
 
 
 def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
-    """The recipe of a run, its folder, its newest checkpoint unless another one is given, and what goes over them."""
+    """Return the recipe of a run with its folder, the checkpoint to continue from, and the settings of a command."""
     checkpoint = options.ckpt_path or str(checkpoint_of_run(folder))
     recipe = Recipe((folder / CONFIG,)).with_values({"ckpt_path": checkpoint, "out": str(folder)})
     return recipe.with_layers(*options.layers)
@@ -104,8 +102,8 @@ def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
 def print_help(command: str) -> None:
     """Print every argument that a command takes, and end."""
     with many_imports():
-        from lightning_fcl.running.fit import FederatedCLI
-    FederatedCLI(program="lightning-fcl", args=[command, "--help"], trainer_defaults=None)
+        from lightning_fcl.running.fit import FederatedCLI, make_cli
+    make_cli([command, "--help"], FederatedCLI)
 
 
 def _free_folder(options: Namespace) -> Path:

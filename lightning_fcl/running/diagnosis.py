@@ -1,4 +1,4 @@
-"""What is wrong with a recipe that the parser or Lightning refuses: the argument, its value, and the nearest name."""
+"""Errors for recipes that the parser or Lightning rejects, with the argument, its value and the nearest name."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _ANY = inspect.Parameter.empty
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Let what Lightning refuses in this block be one error of ours, with a hint."""
+def convert_errors() -> Iterator[None]:
+    """Convert errors of Lightning in this block into errors of the library, with a hint."""
     try:
         yield
     except LightningFCLError:
         raise
     except Exception as error:
-        if known := refused_by_lightning(error):
+        if known := convert_lightning_error(error):
             raise known from error
         if isinstance(error, MisconfigurationException):
             raise InvalidValueError(f"{_BY_LIGHTNING} {error}", code="refused-by-lightning") from error
@@ -61,8 +61,8 @@ def refusals() -> Iterator[None]:
         ) from error
 
 
-def refused_by_lightning(error: Exception) -> InvalidValueError | None:
-    """Return an error of ours for one that Lightning or torch raises for a wrong argument; None for all others."""
+def convert_lightning_error(error: Exception) -> InvalidValueError | None:
+    """Return the error of the library for one that Lightning or torch raises for a wrong argument; None for others."""
     if found := match_error(error, LibraryError.UNKNOWN_PLUGIN):
         hint = did_you_mean(found[3], ["federated", "auto", "cpu", "gpu", "cuda"])
         return UnknownNameError(found[1], hint=hint, argument=f"trainer.{found[2]}", value=found[3])
@@ -101,14 +101,14 @@ def refused_by_lightning(error: Exception) -> InvalidValueError | None:
     return None
 
 
-def refused_by_parser(
+def explain_parser_error(
     error: ArgumentError,
     keys: Iterable[str],
     owners: Mapping[str, Callable[..., Any]],
     bases: Mapping[str, Callable[..., Any]],
     content: Mapping[str, Any],
 ) -> LightningFCLError:
-    """Return the error of ours that tells why a parser refuses a recipe.
+    """Return an error that says which value of a recipe the parser rejects, and why.
 
     The recipe is compared with the parser's keys and with the annotations of the classes that it names.
 
@@ -116,7 +116,7 @@ def refused_by_parser(
         error: The parser's error.
         keys: The parser's keys.
         owners: For each section that holds the arguments of a class, the class.
-        bases: For each section that names its class, a class from which that derives.
+        bases: For each section that names its class, a base of that class.
         content: The recipe.
     """
     try:
@@ -127,7 +127,7 @@ def refused_by_parser(
 
 
 class _Diagnosis:
-    """Walks through a recipe and raises an error at the first value that the parser would refuse."""
+    """A check of a recipe, value by value, that raises an error at the first one that the parser rejects."""
 
     def __init__(
         self,
@@ -203,18 +203,8 @@ class _Diagnosis:
             self._check_arguments(full_name(made), path, made, spec.get("init_args") or {})
             if not any(_returns(one) for one in _members(hint)):  # a function gets further arguments when it is called
                 self._check_required(full_name(made), path, made, spec.get("init_args") or {})
-            for argument, inner in (spec.get("init_args") or {}).items():
-                if is_spec(inner) and "." not in str(inner["class_path"]) and not self._accepts(value, hint):
-                    types = argument_types(made)
-                    found = _resolve(
-                        f"{path}.{argument}", inner["class_path"], _classes(types.get(argument, (Any,))[0])
-                    )
-                    raise InvalidValueError(
-                        f"Expected the class of `{path}.{argument}` with its module but got {inner['class_path']}.",
-                        hint=f"Write {full_name(found)}.",
-                        argument=f"{path}.{argument}",
-                        value=inner["class_path"],
-                    )
+            if not self._accepts(value, hint):
+                self._check_short_names(path, made, spec.get("init_args") or {})
             return
         if not self._accepts(value, hint):
             read = value
@@ -224,6 +214,21 @@ class _Diagnosis:
             wrong = read if not isinstance(read, str | NoneType) else value
             message, fix = explain(name, wrong, hint, default)
             raise InvalidTypeError(message, hint=fix, argument=path, value=wrong)
+
+    @staticmethod
+    def _check_short_names(path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
+        """Reject a class without its module in the arguments of another class, where the parser does not find it."""
+        types = argument_types(made)
+        for argument, value in values.items():
+            if is_spec(value) and "." not in str(value["class_path"]):
+                hint, _ = types.get(argument, (Any, _ANY))
+                found = _resolve(f"{path}.{argument}", value["class_path"], _classes(hint))
+                raise InvalidValueError(
+                    f"Expected the class of `{path}.{argument}` with its module but got {value['class_path']}.",
+                    hint=f"Write {full_name(found)}.",
+                    argument=f"{path}.{argument}",
+                    value=value["class_path"],
+                )
 
     def _check_shorthand(self, path: str, value: Mapping[str, Any], hint: Any) -> None:
         (first, inner), *more = value.items() or [("", None)]
@@ -254,7 +259,8 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
     """Return the class or function that a recipe names.
 
     Raises:
-        InvalidValueError: If there is none, or several, or if it is none of ``bases``.
+        InvalidTypeError: If it is not derived from one of ``bases``.
+        InvalidValueError: If there is none, or several.
     """
     if not isinstance(name, str):
         raise InvalidTypeError(
@@ -324,13 +330,13 @@ def _is_name(value: object) -> bool:
 
 
 def _where(module: str) -> str:
-    """The folder in which a module of a user's project lies, if it is near."""
+    """Return the hint for a module that lies in a folder of the working directory; empty if there is none."""
     found = [folder for folder in sorted(Path().glob("*/")) if (folder / f"{module}.py").is_file()]
     return f"Run the command in {found[0]}, where {module}.py is." if found else ""
 
 
 def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
-    """The public subclasses of some classes that are imported, by name, each with its full name."""
+    """Return the full names of the imported public subclasses of some classes, by their names."""
     found: dict[str, list[str]] = {}
     more = list(bases)
     for kind in more:  # grows meanwhile
@@ -349,12 +355,12 @@ def _is_list(hint: Any) -> bool:
 
 
 def _returns(hint: Any) -> bool:
-    """Whether an annotation is that of a function that returns something."""
+    """Return whether an annotation is that of a function with a return type."""
     return get_origin(hint) is collections.abc.Callable and bool(get_args(hint))
 
 
 def _classes(hint: Any) -> tuple[type, ...]:
-    """The classes whose objects an annotation accepts, also those that a function returns; no plain types."""
+    """Return the classes whose objects an annotation accepts, also those that a function returns; no plain types."""
     found: list[type] = []
     for one in _members(hint):
         kind = get_origin(one) or one
@@ -370,7 +376,7 @@ def _described(bases: tuple[type, ...]) -> str:
 
 
 def _names(made: Callable[..., Any]) -> list[str] | None:
-    """The names of all arguments that a class or function takes, by the parser; None if it takes any."""
+    """Return the names of all arguments that a class or function takes; None if it takes any name."""
     parser = ArgumentParser(exit_on_error=False)
     if isinstance(made, type):
         parser.add_class_arguments(made, fail_untyped=False)
@@ -387,7 +393,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
-    """The nearest name among the arguments of a class, and of the classes that its arguments name."""
+    """Return the hint with the nearest name among the arguments of a class, and of the classes in its arguments."""
     prefix = f"{path}." if path in SECTIONS else ""
     known = {one: f"{prefix}{one}" for one in names}
     for argument, value in values.items():

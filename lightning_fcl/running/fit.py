@@ -38,7 +38,7 @@ from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_re
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import load_yaml
 from lightning_fcl.methods.method import Method
-from lightning_fcl.running.diagnosis import MODE, check_class_paths, refusals, refused_by_parser
+from lightning_fcl.running.diagnosis import MODE, check_class_paths, convert_errors, explain_parser_error
 from lightning_fcl.running.recipe import Recipe, take_settings
 from lightning_fcl.running.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
 from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
@@ -102,7 +102,7 @@ class FederatedCLI(LightningCLI):
             **kwargs,
         }
         try:
-            with refusals():
+            with convert_errors():
                 super().__init__(model_class, datamodule_class, **chosen)
         except LightningFCLError as error:
             if chosen.get("args") is not None or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
@@ -140,7 +140,7 @@ class FederatedCLI(LightningCLI):
                 (bases if self.subclass_mode_model else owners)["model"] = self._model_class
                 (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
                 keys = map(str, refusing.get_defaults(skip_validation=True).keys())
-                raise refused_by_parser(error, keys, owners, bases, content) from error
+                raise explain_parser_error(error, keys, owners, bases, content) from error
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""
@@ -345,8 +345,8 @@ def run(command: str, recipe: Recipe, kind: type[CLI]) -> CLI:
     return make_cli({"subcommand": command, command: recipe.content()}, kind)
 
 
-def make_cli(arguments: dict[str, Any], kind: type[CLI], runs: bool = True) -> CLI:
-    """Make a command line of a dictionary, and run its command unless ``runs`` is False."""
+def make_cli(arguments: dict[str, Any] | list[str], kind: type[CLI], runs: bool = True) -> CLI:
+    """Make a command line of a dictionary, or of words, and run its command unless ``runs`` is False."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
         "LightningCLI's args parameter is intended",

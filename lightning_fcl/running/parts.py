@@ -29,7 +29,7 @@ from lightning_fcl.hub.checkpoint import checkpoint_file, checkpoint_of_run, rea
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.trial import first_rows
-from lightning_fcl.running.diagnosis import refusals
+from lightning_fcl.running.diagnosis import convert_errors
 from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, make_cli, refuse_no_round
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.simulation.checkpoint_content import check_states
@@ -63,7 +63,7 @@ class RecipeParts(FederatedCLI):
             quiet["enable_checkpointing"] = saves
         named = given["strategy"] if isinstance(given["strategy"], str) else "federated"
         parts = {"strategy": self.strategy if named == "federated" else named, "callbacks": self.callbacks}
-        with refusals():
+        with convert_errors():
             self.datamodule.setup("fit")
             if (tasks := self.config["recipe"]["tasks"]) or given["max_epochs"] is None:
                 parts["max_epochs"] = self.datamodule.plan.rounds_of(tasks)
@@ -118,7 +118,7 @@ def describe_recipe(recipe: Recipe) -> str:
         checkpoint_file(parts.config["ckpt_path"])
     if parts.config["trainer"]["logger"] is not False and not parts.config["trainer"]["barebones"]:
         trainer.logger = DummyLogger()
-    with refusals():
+    with convert_errors():
         try:
             trainer.fit(task, datamodule=stream)
         except _WouldTrainError:

@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Files and settings. Later ones go over earlier ones.
+    """Files and settings, of which later ones replace values of earlier ones.
 
     Args:
         layers: The files and settings.
@@ -159,9 +159,6 @@ def take_settings(words: Sequence[str], known: Collection[str]) -> tuple[list[st
 def _nested(name: str, value: Any) -> dict[str, Any]:
     """A recipe that holds nothing but a value, by its dotted name."""
     *sections, last = name.split(".")
-    if isinstance(value, str) and value[:1] in ("{", "["):
-        with suppress(yaml.YAMLError):
-            value = load_yaml(value)
     more = {last: value}
     for section in reversed(sections):
         more = {section: more}
@@ -177,6 +174,7 @@ def merge(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
     for key, value in more.items():
         name = str(key).removesuffix("+")
         if name != key:
+            value = _read(value)
             items = value if isinstance(value, list) else [value]
             here = whole.get(name)
             whole[name] = [*(here if isinstance(here, list) else [here] if here else []), *copy.deepcopy(items)]
@@ -186,6 +184,10 @@ def merge(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 def _merged(here: Any, value: Any) -> Any:
     """The value that stands where ``value`` is put over ``here``."""
+    if isinstance(here, dict | list):
+        value = _read(value)
+    if isinstance(value, Mapping):
+        here = _read(here)
     if isinstance(here, list) and here:
         if isinstance(value, Mapping) and not is_spec(value):
             position, value = _entry_of(here, value)
@@ -204,6 +206,14 @@ def _merged(here: Any, value: Any) -> Any:
         merge(merged, value)
         return merged
     return copy.deepcopy(value)
+
+
+def _read(value: Any) -> Any:
+    """The values that a text stands for, as in ``"{lr: 0.1}"``; another value as it is."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        with suppress(yaml.YAMLError):
+            return load_yaml(value)
+    return value
 
 
 def _merged_class(here: dict[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
