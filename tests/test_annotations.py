@@ -16,7 +16,7 @@ from lightning_fcl import FederatedStrategy, FederatedStream, callbacks, models
 from lightning_fcl.data import partition, scenarios, split
 from lightning_fcl.deployment import server
 from lightning_fcl.device import report
-from lightning_fcl.errors import check_arguments
+from lightning_fcl.errors import InvalidTypeError, check_arguments
 from lightning_fcl.federation import fedbuff, robust, schedule, speeds, swarm, wire
 
 MODULES = (partition, scenarios, split, server, report, fedbuff, robust, schedule, speeds, swarm, wire)
@@ -187,9 +187,9 @@ def test_check_arguments_keeps_the_signature_and_the_error_of_a_wrong_call():
     assert train(torch.ones(2)) == train(np.ones(2)) == train((1, 2)) == 1
     with pytest.raises(TypeError, match=r"train\(\) got an unexpected keyword argument 'epoch'"):
         train([0.5], epoch=3)
-    with pytest.raises(TypeError, match=r"^Expected `x` to be a list of numbers, but got \['a'\]"):
+    with pytest.raises(InvalidTypeError, check=lambda error: error.argument == "x"):
         train(["a"])
-    with pytest.raises(TypeError, match=r"^Expected `options` to be a dict of whole numbers or None"):
+    with pytest.raises(InvalidTypeError, check=lambda error: error.argument == "options"):
         train([0.5], options={"a": 0.5})
 
 
@@ -198,7 +198,7 @@ def test_annotations_of_users_classes_check_only_numbers():
         kind: nn.Module = nn.Linear  # type: ignore[assignment] # a class in spite of its annotation
 
     assert Mine(mu=0.5).kind is nn.Linear
-    with pytest.raises(TypeError, match=r"^Expected `mu` to be a number"):
+    with pytest.raises(InvalidTypeError, check=lambda error: error.argument == "mu"):
         Mine(mu="0.5x")
 
 

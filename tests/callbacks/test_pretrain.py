@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import Pretrain
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.randomness import seed_of
 
 SCENARIO = {"rounds": 2, "samples_per_round": 12, "test_per_class": 5, "pretrain_per_class": 6}
@@ -77,7 +78,7 @@ def test_what_has_no_samples_or_no_epochs_is_refused(fit, make_stream, make_task
     message = "Expected a scenario with samples for pre-training but ClassIncremental has none."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fit(make_task(), make_stream(), [Pretrain(1)])
-    with pytest.raises(ValueError, match=r"^Expected `epochs` to be at least 1 but got 0"):
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "epochs"):
         Pretrain(0)
     with pytest.raises(ValueError, match=r"^Expected a `FederatedStream` as the Trainer's `datamodule` but got None"):
         train(make_task(), [Pretrain(1)], samples())

@@ -13,6 +13,7 @@ from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import COMMANDS, main
 from lightning_fcl.cli.search import Search, try_settings
 from lightning_fcl.data.datasets import Arrays, load_dataset
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.running.fit import FederatedCLI, resolve_recipe, run
@@ -440,7 +441,7 @@ def test_rows_of_another_scale_are_left_out(tmp_path):
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
     assert paper_rows(tmp_path, None)["A"].settings == (Setting("x", "1"),)
     assert paper_rows(tmp_path, None, "small")["A"].settings == (Setting("x", "2"), Setting("y", "[3]"))
-    with pytest.raises(ValueError, match="Expected `scale` to be one of paper for row B but got small"):
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "scale"):
         paper_rows(tmp_path, ["B"], "small")
 
 

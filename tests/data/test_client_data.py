@@ -16,6 +16,7 @@ from lightning_fcl.data.samples import Samples, of_public
 from lightning_fcl.data.scenarios import Stationary
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.own_data import read_data
+from lightning_fcl.errors import InvalidValueError
 
 X, Y = torch.arange(48.0).reshape(12, 4), torch.arange(12) % 2
 
@@ -209,5 +210,5 @@ def test_a_file_of_a_node_with_one_of_mean_and_std_is_rejected(tmp_path):
 
 
 def test_samples_of_several_shapes_in_a_list_name_x():
-    with pytest.raises(ValueError, match=r"^Expected `x` to have samples of one shape, but got: "):
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "x"):
         FederatedStream.from_arrays([[1.0, 2.0], [1.0]], [0, 1])

@@ -14,6 +14,7 @@ from lightning_fcl.data.batches import Loading, Request, joined, read
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
 from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidTypeError
 
 
 class Tokens(Dataset):
@@ -325,9 +326,7 @@ def test_missing_labels_are_refused(labels):
 
 def test_fractions_are_no_labels():
     x, y = items([0.5, 1.5], 12, "arrays")
-    with pytest.raises(
-        TypeError, match=r"^Expected `y` to be labels, one whole number or name for each sample, but got"
-    ):
+    with pytest.raises(InvalidTypeError, check=lambda error: error.argument == "y"):
         FederatedStream.from_arrays(x, y, classes=["low", "high"])
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_fcl.device.report import device_report, device_speeds
+from lightning_fcl.errors import UnknownNameError
 from lightning_fcl.models import MLP, DSICNet
 
 
@@ -25,5 +26,5 @@ def test_unlike_devices_differ_and_wait():
 
 
 def test_a_device_that_is_not_known_is_named():
-    with pytest.raises(ValueError, match="Expected `profile` to be one of gap9"):
+    with pytest.raises(UnknownNameError, check=lambda error: error.argument == "profile"):
         device_speeds(MLP([6, 5, 4]), (6,), profile="gap8")

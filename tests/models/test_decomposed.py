@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import Decomposed, SplitViT, ViT, fcl_vit
 
 
@@ -143,7 +144,7 @@ def test_what_it_refuses():
     message = "Expected `tasks` to be at least 1 but got 0. Pass the number of experiences of the stream."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Decomposed(small(), 0)
-    with pytest.raises(ValueError, match=r"^Expected `threshold` to be at least 0 but got -1\.$"):
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "threshold"):
         Decomposed(small(), 1, threshold=-1)
     message = (
         "Expected `layers` to match weights of linear or convolutional layers but `body.*` matches none of "

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import Generator
 from lightning_fcl.models.generator import with_statistics_distance
 
@@ -44,7 +45,7 @@ def test_what_a_network_was_trained_on_is_nearer_than_anything_else():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="Expected `width` to be at least 1"):
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "width"):
         Generator((1, 8, 8), width=0)
     with pytest.raises(ValueError, match="Expected a network with layers of batch normalisation"):
         with_statistics_distance(nn.Linear(2, 2), torch.zeros(1, 2))

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_fcl.data import datasets
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.errors import InvalidValueError
 
 NAMES = [
     "cifar100",
@@ -128,7 +129,7 @@ def test_permuted_digits_are_domains_of_the_same_digits():
     assert data.group[[0, 1797, -1]].tolist() == ["00", "01", "02"]
     assert np.array_equal(data.official_test, np.tile(np.arange(1797) % 5 == 4, 3))
     assert np.array_equal(data.x, datasets.load_dataset("digits", permutations=3).x)
-    with pytest.raises(ValueError, match="Expected `permutations` to be at least 1 but got 0"):
+    with pytest.raises(InvalidValueError, check=lambda error: error.argument == "permutations"):
         datasets.load_dataset("digits", permutations=0)
 
 
