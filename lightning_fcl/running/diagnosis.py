@@ -314,10 +314,10 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
             argument=path,
             value=name,
         )
+    if reason := other_lightning(made):
+        raise InvalidTypeError(reason, argument=path, value=name)
     checked = [kind for kind in bases if not getattr(kind, "_is_protocol", False)]
     if checked == [*bases] and bases and not issubclass(made, bases):
-        if reason := other_lightning(made):
-            raise InvalidTypeError(reason, argument=path, value=name)
         raise InvalidTypeError(
             f"Expected `{path}` to be {_described(bases)} but got the class {name}.", argument=path, value=name
         )

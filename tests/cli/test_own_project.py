@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 import lightning_fcl
-from lightning_fcl import FederatedCLI, FederatedStream
+from lightning_fcl import FederatedCLI, FederatedStream, errors
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own-project.md").read_text()
-SCRIPT, HISTOGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SCRIPT, HISTOGRAMS, ERRORS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = re.findall(r"^python (project.py .*)$", PAGE, re.MULTILINE)
 
 
@@ -72,6 +72,15 @@ def test_own_errors_keep_their_traceback():
 
     with pytest.raises(ValueError, match="own"):
         FederatedCLI(Broken, args=[], run=False)
+
+
+def test_the_page_s_errors(capsys):
+    exec(ERRORS, {})
+    assert capsys.readouterr().out == "There is no hint.\n"
+    listed = re.findall(r"^\| `(\w+)` \| `\w+` \| `([\w-]+)` \|$", PAGE, re.MULTILINE)
+    assert {name: vars(errors)[name].code for name, _ in listed} == dict(listed)
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert len(listed) + 1 == sum(issubclass(kind, errors.LightningFCLError) for kind in kinds)
 
 
 def test_the_page_s_histograms(fit, make_stream, make_task, tmp_path):

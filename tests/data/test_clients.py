@@ -112,8 +112,8 @@ class Scaled(L.LightningDataModule):
         (
             {"a": module(1, 8, 2, batch_size=3), "b": module(1, 8, 2, batch_size=4)},
             {"batch_size": 5},
-            "Expected one `batch_size` of the data modules of all clients but got 3, and 4 of client b. Give it to "
-            "`FederatedStream`.",
+            "Expected one `batch_size` of the data modules of all clients but got 3, and 4 of client b. Pass "
+            "`batch_size=` to `FederatedStream`.",
         ),
         (
             {"a": module(1, 8, 2), "b": site(1, 4), "c": site(1, 4)},

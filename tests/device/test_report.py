@@ -506,7 +506,7 @@ def test_wrong_words_are_refused(recipe, error_of, words, message):
 def test_a_recipe_is_needed(error_of, tmp_path):
     assert "Expected at least one recipe but got none." in error_of(["device-report"])
     (tmp_path / "empty.yaml").write_text("data: {data: digits}\n")
-    assert "Expected a `model`" in error_of(["device-report", str(tmp_path / "empty.yaml")])
+    assert "a `model` but got none" in error_of(["device-report", str(tmp_path / "empty.yaml")])
 
 
 def test_reductions_that_match_nothing_are_refused(dsicnet):
