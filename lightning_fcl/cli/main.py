@@ -147,16 +147,17 @@ def command_of(place: str) -> Command:
 
 
 def _write_traceback(error: Exception, words: Sequence[str]) -> str:
-    """What is said of an error that nobody has foreseen: where its traceback is, and what to do with it."""
+    """Return the message about an unexpected error: where it was raised, where its traceback is, and what to do."""
     here = f"lightning-fcl {__version__}, Python {platform.python_version()}, {platform.platform()}"
     with tempfile.NamedTemporaryFile(
         "w", prefix="lightning-fcl-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         file.write(f"lightning-fcl {shlex.join(words)}\n{here}\n\n{''.join(traceback.format_exception(error))}")
+    where = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"lightning-fcl: error: an unexpected {type(error).__name__}: {first_line(error)}\n"
-        f"Its traceback is in {file.name}. If that ends in a file of yours, mend that one; otherwise please report it "
-        "as an issue of lightning-fcl, with that file.\n"
+        f"It was raised in {where.filename}, line {where.lineno}. Its traceback is in {file.name}. If the file is "
+        "yours, correct it. Otherwise please report it as an issue of lightning-fcl, with the traceback.\n"
     )
 
 

@@ -29,7 +29,7 @@ from lightning_fcl.errors import (
 )
 from lightning_fcl.hub.documents import parse, read_yaml, reading
 from lightning_fcl.library_errors import one_line
-from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.running.recipe import SECTIONS, Recipe
 from lightning_fcl.running.rows import paper_rows
 
 
@@ -84,6 +84,13 @@ class Search:
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise InvalidValueError(f"Expected {path} to hold values by name but got {content}.")
+        if {*SECTIONS} & {*content}:
+            raise InvalidValueError(
+                f"Expected {path} to be a search file but got a recipe.",
+                hint=f"Write a search file with `configs: [{path.name}]`, `objective` and `space`: lightning-fcl tune "
+                "--help shows one.",
+                value=path,
+            )
         space, cases = (content.pop(name, {}) for name in ("space", "cases"))
         cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else {"": cases}
         if not all(isinstance(one, dict) for one in (space, *cases.values())):

@@ -132,6 +132,15 @@ OTHERS = [
     ("validate quickstart --model.model.sizes [63,10]", "Expected `model` to take samples of the data, of shape"),
     ("tune nothing.yaml", "Expected a YAML file at nothing.yaml but there is none"),
     ("tune search.yaml", "got objectiv. Did you mean objective?"),
+    (
+        "tune argument.yaml",
+        "Expected argument.yaml to be a search file but got a recipe. Write a search file with `configs",
+    ),
+    ("fit runs/nosuch", "Expected a run's folder or a recipe at runs/nosuch but there is none. Name a folder that"),
+    (
+        "fit quickstart project/module.yaml",
+        "No module named 'in_project'. Run the command in project, where in_project.py",
+    ),
     ("reproduce flwff", '"leaderboard", "odfcl" or "ucihar-reservoir" but got "flwff". Did you mean flwf?'),
     ("reproduce flwf --rows 'CL-FT, NoRow'", 'but got "NoRow"'),
     ("reproduce flwf --rows FLwF2T", "Did you mean FLwF-2T?"),
@@ -157,6 +166,9 @@ def _files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "in_project.py").touch()
+    (tmp_path / "project" / "module.yaml").write_text("model: {class_path: in_project.MyNet}")
 
 
 LATER = [pytest.param(*one, marks=pytest.mark.slow) for one in FIT[12:]]
@@ -200,7 +212,7 @@ def test_what_nobody_has_foreseen_keeps_its_traceback_in_a_file(tmp_path, monkey
     said = capsys.readouterr().err
     assert "an unexpected KeyError: 'nobody has foreseen this'" in said and "report it" in said
     (kept,) = tmp_path.glob("lightning-fcl-error-*.txt")
-    assert str(kept) in said and "Traceback" not in said
+    assert str(kept) in said and "Traceback" not in said and "broken_model.py, line 10. " in said
     text = kept.read_text()
     assert text.startswith("lightning-fcl fit quickstart --model broken_model.Broken")
     assert f"lightning-fcl {lightning_fcl.__version__}, Python " in text
