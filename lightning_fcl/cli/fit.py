@@ -6,6 +6,7 @@ import inspect
 import io
 import shlex
 from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Mapping
 from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
@@ -266,14 +267,33 @@ def flat(recipe: Row) -> str:
         for section in reversed(sections):
             more = CommentedMap({section: more})
         _merge(whole, more)
+    _assign(whole, recipe.recipe.content())
     whole.pop("out", None)  # a file's results go to a folder of its own name
     out = io.StringIO()
     yaml.dump(whole, out)
     return "\n".join([*heads, out.getvalue()])
 
 
+def _assign(whole: CommentedMap, content: Mapping[str, Any]) -> None:
+    """Give a recipe with comments the values of another one; what is equal keeps its style and its comments."""
+    for key in [key for key in whole if key not in content]:
+        del whole[key]
+    for key, value in content.items():
+        here = whole.get(key)
+        if isinstance(here, CommentedMap) and isinstance(value, Mapping):
+            _assign(here, value)
+        elif isinstance(here, list) and isinstance(value, list) and len(here) == len(value):
+            for number, (old, new) in enumerate(zip(here, value, strict=True)):
+                if isinstance(old, CommentedMap) and isinstance(new, Mapping):
+                    _assign(old, new)
+                elif old != new:
+                    here[number] = new
+        elif here != value and not (isinstance(value, str) and YAML(typ="safe").load(value) == here):
+            whole[key] = value
+
+
 def _merge(whole: CommentedMap, more: CommentedMap) -> None:
-    """Put a recipe over another, as the command line does, its comments too."""
+    """Merge a recipe into another one with its comments and style. `_assign` corrects the values."""
     for key, value in more.items():
         name = key.removesuffix("+")
         here = whole.get(name)

@@ -20,7 +20,7 @@ from lightning_fcl.errors import (
 )
 from lightning_fcl.running.fit import make_cli, resolve_recipe
 from lightning_fcl.running.recipe import Recipe, Setting, merge, take_settings
-from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.running.rows import Row, recipes_folder
 
 QUICKSTART = recipes_folder() / "quickstart.yaml"
 FILES = {
@@ -209,3 +209,12 @@ def test_printed_commands_can_be_pasted(tmp_path):
     folder = tmp_path / "a folder's"
     words = Recipe((folder / "my recipe.yaml", Setting("recipe.row", "it's $HOME"))).words
     assert shlex.split(shlex.join(words)) == words
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("file", ["same.yaml", "other.yaml", "adam.yaml", "short.yaml", "plus.yaml"])
+def test_a_copy_has_the_values_of_the_merged_files(file, tmp_path):
+    row = Row("a row", (QUICKSTART, Path(file)), settings=(Setting("model.optimizer", "torch.optim.AdamW"),))
+    (tmp_path / "copy.yaml").write_text(fit_command.flat(row))
+    wanted = resolve_recipe(row.recipe)
+    assert resolve_recipe(Recipe((tmp_path / "copy.yaml",))) | {"out": wanted["out"]} == wanted
