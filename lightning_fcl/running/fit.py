@@ -31,7 +31,7 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, put_off
-from lightning_fcl.errors import InvalidValueError, LightningFCLError, one_of
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError, did_you_mean, one_of
 from lightning_fcl.evaluation.files import occupied
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_results
@@ -122,25 +122,41 @@ class FederatedCLI(LightningCLI):
         """Parse arguments. The parser imports what annotations name, such as Avalanche.
 
         Raises:
-            LightningFCLError: If the parser refuses an argument.
+            LightningFCLError: If the parser rejects an argument.
         """
         with put_off(*WITH_AVALANCHE):
             try:
                 super().parse_arguments(parser, args)
             except ArgumentError as error:
-                content, refusing = dict(args) if isinstance(args, Mapping) else {}, parser
-                if not isinstance(args, Mapping):
-                    words, layers = take_settings(sys.argv[1:] if args is None else [*args], ())
-                    content = Recipe(tuple(layers)).content()
-                    content = {"subcommand": words[0], words[0]: content} if words else content
-                if command := content.get("subcommand"):
-                    content, refusing = content[command], self._parser(command)
-                owners: dict[str, Callable[..., Any]] = {"trainer": L.Trainer, "recipe": RecipeInfo}
-                bases: dict[str, Callable[..., Any]] = {}
-                (bases if self.subclass_mode_model else owners)["model"] = self._model_class
-                (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
-                keys = map(str, refusing.get_defaults(skip_validation=True).keys())
-                raise explain_parser_error(error, keys, owners, bases, content) from error
+                raise self._explain(error, parser, args) from error
+
+    def _explain(self, error: ArgumentError, parser: LightningArgumentParser, args: ArgsType) -> LightningFCLError:
+        """Return the error that says which argument the parser rejects."""
+        command, words, content = None, list[str](), dict(args) if isinstance(args, Mapping) else {}
+        if isinstance(args, Mapping):
+            command = content.get("subcommand")
+            content = content[command] if command else content
+        else:
+            words = sys.argv[1:] if args is None else list(args)
+            command = next((word for word in words[:1] if word in self.subcommands()), None)
+        if command:
+            parser = self._parser(command)
+        if not isinstance(args, Mapping):
+            flags = [option for action in parser._actions if action.nargs == 0 for option in action.option_strings]
+            content = Recipe(tuple(take_settings(words, flags)[1])).content()
+        owners: dict[str, Callable[..., Any]] = {"trainer": L.Trainer, "recipe": RecipeInfo}
+        bases: dict[str, Callable[..., Any]] = {}
+        (bases if self.subclass_mode_model else owners)["model"] = self._model_class
+        (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
+        keys = [str(key) for key in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 # flat ones
+        if "trainer.max_epochs" not in keys:  # a command is missing
+            given = words[0] if words else "none"
+            return UnknownNameError(
+                f"Expected one of the commands {', '.join(self.subcommands())} but got {given}.",
+                hint=did_you_mean(given, self.subcommands()),
+                value=given,
+            )
+        return explain_parser_error(error, keys, owners, bases, content)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""

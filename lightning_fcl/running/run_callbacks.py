@@ -37,7 +37,7 @@ class SaveConfig(SaveConfigCallback):
         config = self.config.clone()
         for name in _PLACES:
             config.pop(name, None)
-        write_whole(self.folder / CONFIG, self.parser.dump(config, skip_none=False, skip_validation=True))
+        write_whole(self.folder / CONFIG, self.parser.dump(config, skip_unset=False, skip_validation=True))
 
 
 class PrintParticipation(Callback):

@@ -58,6 +58,43 @@ def test_mistakes_on_the_page_s_command_line(project, capsys, words, message):
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ft", "but got ft. Did you mean fit?"),
+        ("", "Expected one of the commands fit, validate, test, predict but got none."),
+        ("fit --quick --model.widht 3", "Did you mean model.width?"),
+        ("fit --quick --nte x", "but got `nte`. Did you mean note?"),
+        ("fit --model.width", "Expected a value behind `--model.width` but got none."),
+    ],
+)
+def test_mistakes_beside_arguments_of_one_s_own(project, capsys, words, message, tmp_path):
+    more = "\n".join([
+        "class Own(FederatedCLI):",
+        "    def add_arguments_to_parser(self, parser):",
+        "        super().add_arguments_to_parser(parser)",
+        "        parser.add_argument('--quick', action='store_true')",
+        "        parser.add_argument('--note', type=str)",
+        "if __name__ == '__main__':",
+        "    Own(MyNet)",
+    ])  # fmt: skip
+    (tmp_path / "own.py").write_text(f"{SCRIPT.partition('if __name__')[0]}\n{more}\n")
+    with pytest.raises(SystemExit) as stop:
+        project(["own.py", *words.split()])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_variables_of_the_environment_are_read(monkeypatch):
+    monkeypatch.setenv("PL_TRAINER__MAX_EPOCHS", "7")
+    monkeypatch.setenv("PL_DATA__BATCH_SIZE", "5")
+    words = "--model.model=lightning_fcl.models.MLP --model.model.sizes=[64,10] --model.num_classes=10"
+    words = [*words.split(), "--trainer.barebones=true"]
+    own = {"run": False, "parser_kwargs": {"default_env": True}}
+    cli = FederatedCLI(lightning_fcl.Classifier, args=words, **own)
+    assert (cli.trainer.max_epochs, cli.datamodule.batch_size) == (7, 5)
+
+
 def test_parts_without_a_command():
     words = "--model.model=lightning_fcl.models.MLP --model.model.sizes=[64,10] --model.num_classes=10"
     cli = FederatedCLI(lightning_fcl.Classifier, args=[*words.split(), "--trainer.barebones=true"], run=False)
