@@ -225,7 +225,7 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
     equal = [other for other in usable if isinstance(other, bool) or other == _convert(value, float)]
     if equal:
         return f"Use `{name}={equal[0]!r}`."
-    if default is Parameter.empty:
+    if default is Parameter.empty or repr(default) == "<factory>":  # the default of a dataclass that makes one
         return f"Pass {describe(hint)}."
     return "Leave it out." if default is None else f"Leave it out for the default, {quoted_value(default)}."
 

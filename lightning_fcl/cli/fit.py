@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import shlex
+import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Mapping
 from importlib import import_module
@@ -59,28 +60,36 @@ class Fit(Command):
         add("--config", action="append", default=[], metavar="RECIPE", help="the same")
         add("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
         add("--seed_everything", metavar="SEED", help="seed of everything (default: 0)")
-        add("--ckpt_path", default="", metavar="FILE", help="checkpoint to continue from")
+        add("--ckpt_path", metavar="FILE", help="checkpoint to continue from")
         add("--model.pretrained", dest="pretrained", metavar="NAME", help="network of the zoo in place of the recipe's")
 
     def run(self, options: Namespace) -> None:
         if options.help_all:
             print_help("fit")
+        given = {name: getattr(options, name) for name in ("out", "seed_everything", "ckpt_path")}
+        for name, value in given.items():
+            if value == "":
+                raise MissingValueError(f"Expected a value behind `--{name}` but got none.", argument=f"--{name}")
+        for layer in options.layers:
+            if isinstance(layer, Path):
+                read_recipe_file(layer)  # before anything is printed or imported
+        printed = options.print_config is not None
         if continues := len(options.recipes) == 1 and is_run(Path(options.recipes[0])):
             recipe = recipe_of_run(Path(options.recipes[0]), options)
-            print(f"continues from {recipe.content()['ckpt_path']}")
+            print(f"continues from {recipe.content()['ckpt_path']}", file=sys.stderr if printed else sys.stdout)
         else:
             recipe = find_recipes(options.recipes).with_layers(*options.layers)
         if options.pretrained:
             recipe = recipe.with_values(_published(options.pretrained))
-        given = {name: getattr(options, name) for name in ("out", "seed_everything", "ckpt_path")}
         recipe = recipe.with_values({name: value for name, value in given.items() if value})
-        if not continues and not options.ckpt_path and options.print_config is None:
+        runs = [] if continues else list(filter(None, map(run_of, recipe.files)))
+        if not continues and not options.ckpt_path and not printed:
             recipe = recipe.with_values({"out": str(_free_folder(options))})
-        elif not continues and not options.out and (runs := list(filter(None, map(run_of, recipe.files)))):
+        elif runs and "out" not in recipe.content():
             recipe = recipe.with_values({"out": str(runs[-1])})
         with many_imports():  # after the errors that do not need them
             from lightning_fcl.running.fit import FitCLI, resolved_text, run
-        if options.print_config is not None:
+        if printed:
             print(resolved_text(recipe, list(filter(None, options.print_config.split(",")))), end="")
             return
         done = run("fit", recipe, FitCLI)

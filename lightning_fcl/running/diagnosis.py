@@ -28,7 +28,7 @@ from lightning_fcl.errors import (
 )
 from lightning_fcl.hub.documents import load_yaml, resolve_maker
 from lightning_fcl.library_errors import LibraryError, first_line, match_error, one_line
-from lightning_fcl.running.recipe import SECTIONS, full_name, is_spec
+from lightning_fcl.running.recipe import SECTIONS, argument_names, full_name, is_spec
 from lightning_fcl.simulation.hooks import RestoredNote
 
 MODE = "recipe"
@@ -36,6 +36,7 @@ MODE = "recipe"
 
 _BY_LIGHTNING = "Expected a recipe that Lightning accepts but got:"
 _PLAIN = ("builtins", "types", "collections.abc", "pathlib", "typing")  # modules of classes that no recipe makes
+_OPTIONS = {"seed_everything": bool | int, "out": str | None, "ckpt_path": str | None, "weights_only": bool | None}
 _ANY = inspect.Parameter.empty
 
 
@@ -135,8 +136,8 @@ class _Diagnosis:
         owners: Mapping[str, Callable[..., Any]],
         bases: Mapping[str, Callable[..., Any]],
     ) -> None:
-        self._owners, self._bases = owners, bases
-        self._top = list(dict.fromkeys([*SECTIONS, *(key.partition(".")[0] for key in keys)]))
+        self._owners, self._bases, self._keys = owners, bases, set(keys)
+        self._top = list(dict.fromkeys([*SECTIONS, *(key.partition(".")[0] for key in self._keys)]))
 
     def check(self, content: Mapping[str, Any]) -> None:
         for section, value in content.items():
@@ -157,6 +158,8 @@ class _Diagnosis:
                 self._check_arguments(f"`{section}`", section, owner, value)
             elif section in self._bases:
                 self._check_value(section, value, self._bases[section], _ANY)
+            elif section in _OPTIONS:
+                self._check_value(section, value, _OPTIONS[section], _ANY)
         if "model" in self._bases and "model" not in content:
             raise MissingValueError(
                 "Expected a recipe with a `model` but got none.",
@@ -166,10 +169,14 @@ class _Diagnosis:
 
     def _check_arguments(self, owner: str, path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
         """Check arguments of a class or function by their names and types."""
-        types, names = argument_types(made), _names(made)
+        if not isinstance(values, Mapping):
+            raise InvalidTypeError(
+                f"Expected arguments of {owner} by name but got {values!r:.100}.", argument=path, value=values
+            )
+        types, names = argument_types(made), argument_names(made)
         for name, value in values.items():
             plain = str(name).removesuffix("+")
-            if names is not None and plain not in names:
+            if plain not in names and f"{path}.{plain}" not in self._keys:
                 raise UnknownNameError(
                     f"Expected arguments of {owner} but got `{f'{path}.{name}' if path in self._owners else name}`.",
                     hint=_nearest_argument(path, plain, names, values),
@@ -182,7 +189,11 @@ class _Diagnosis:
     @staticmethod
     def _check_required(owner: str, path: str, made: Callable[..., Any], values: Mapping[str, Any]) -> None:
         """Check whether a class or function gets all arguments that have no default."""
-        for name, one in inspect.signature(made).parameters.items():
+        try:
+            parameters = inspect.signature(made).parameters
+        except ValueError:  # a built-in class
+            return
+        for name, one in parameters.items():
             if one.default is _ANY and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in values:
                 raise MissingValueError(
                     f"Expected `{name}` of {owner} but got none.", hint=f"Set {path}.{name}.", argument=f"{path}.{name}"
@@ -197,7 +208,7 @@ class _Diagnosis:
                 self._check_value(path, one, inner, _ANY)
         elif isinstance(value, Mapping) and not is_spec(value) and _classes(hint):
             self._check_shorthand(path, value, hint)
-        elif is_spec(value) or (_is_name(value) and _classes(hint) and not self._accepts(value, hint)):
+        elif is_spec(value) or (_may_name_class(value, hint) and not self._accepts(value, hint)):
             spec = value if isinstance(value, Mapping) else {"class_path": value}
             made = _resolve(path, spec["class_path"], _classes(hint))
             self._check_arguments(full_name(made), path, made, spec.get("init_args") or {})
@@ -297,6 +308,14 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
             argument=path,
             value=name,
         ) from error
+    except Exception as error:  # a module may raise anything when it is imported
+        raise InvalidValueError(
+            f"Expected a class of a module that can be imported but {module} raised {type(error).__name__}: "
+            f"{first_line(error)}.",
+            hint=f'Correct it until `python -c "import {module}"` works.',
+            argument=path,
+            value=name,
+        ) from error
     if not hasattr(home, short):
         raise UnknownNameError(
             f"Expected a class of {module} but it has no {short}.",
@@ -324,9 +343,10 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
     return made
 
 
-def _is_name(value: object) -> bool:
-    """Return whether a value may be the name of a class, with its module or without."""
-    return isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+def _may_name_class(value: object, hint: Any) -> bool:
+    """Return whether a text is meant as the name of a class, with its module or without, and not as a number."""
+    is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+    return is_name and bool(_classes(hint)) and not {int, float, bool} & {*_members(hint)}
 
 
 def _where(module: str) -> str:
@@ -375,19 +395,6 @@ def _described(bases: tuple[type, ...]) -> str:
     return " or ".join(describe(kind) for kind in bases) or "an object"
 
 
-def _names(made: Callable[..., Any]) -> list[str] | None:
-    """Return the names of all arguments that a class or function takes; None if it takes any name."""
-    parser = ArgumentParser(exit_on_error=False)
-    if isinstance(made, type):
-        parser.add_class_arguments(made, fail_untyped=False)
-    else:
-        parser.add_function_arguments(made, fail_untyped=False)
-        if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(made).parameters.values()):
-            return None
-    keys = [str(key).partition(".")[0] for key in parser.get_defaults(skip_validation=True).as_flat().__dict__]
-    return list(dict.fromkeys([*inspect.signature(made).parameters, *keys]))
-
-
 def _nearest(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known) or f"There are {', '.join(known)}."
 
@@ -399,8 +406,8 @@ def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mappin
     for argument, value in values.items():
         if is_spec(value):
             with contextlib.suppress(LightningFCLError):
-                inner = _names(_resolve(path, value["class_path"], (object,)))
-                known |= {one: f"{prefix}{argument}.{one}" for one in inner or () if one not in known}
+                inner = argument_names(_resolve(path, value["class_path"], (object,)))
+                known |= {one: f"{prefix}{argument}.{one}" for one in inner if one not in known}
     near = did_you_mean(name, known)
     if not near:
         return "" if path in SECTIONS else f"There are {listed(names)}."

@@ -135,18 +135,25 @@ class FederatedCLI(LightningCLI):
         command, words, content = None, list[str](), dict(args) if isinstance(args, Mapping) else {}
         if isinstance(args, Mapping):
             command = content.get("subcommand")
-            content = content[command] if command else content
+            content = content.get(str(command), content)
         else:
             words = sys.argv[1:] if args is None else list(args)
             command = next((word for word in words[:1] if word in self.subcommands()), None)
         if command:
             parser = self._parser(command)
         if not isinstance(args, Mapping):
-            flags = [option for action in parser._actions if action.nargs == 0 for option in action.option_strings]
+            flags = [
+                option
+                for action in parser._actions
+                if action.nargs in (0, "?", "*")
+                for option in action.option_strings
+            ]
             content = Recipe(tuple(take_settings(words, flags)[1])).content()
-        owners: dict[str, Callable[..., Any]] = {"trainer": L.Trainer, "recipe": RecipeInfo}
+        trainer_class = self.trainer_class if isinstance(self.trainer_class, type) else L.Trainer
+        owners: dict[str, Callable[..., Any]] = {"trainer": trainer_class, "recipe": RecipeInfo}
         bases: dict[str, Callable[..., Any]] = {}
-        (bases if self.subclass_mode_model else owners)["model"] = self._model_class
+        if not (self.subclass_mode_model and parser.default_config_files):  # these may name the model
+            (bases if self.subclass_mode_model else owners)["model"] = self._model_class
         (bases if self.subclass_mode_data else owners)["data"] = self._datamodule_class
         keys = [str(key) for key in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 # flat ones
         if "trainer.max_epochs" not in keys:  # a command is missing
@@ -199,8 +206,9 @@ class FederatedCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            if failed and type(error) is ValueError:  # the parser's, which lists all types that it has tried
-                raise failed[-1] from None
+            cause = failed[-1] if failed else error.__cause__  # of a class, or of a function
+            if type(error) is ValueError and isinstance(cause, Exception):
+                raise cause from None  # the parser's error lists all types that it has tried
             raise
 
     @property
@@ -388,8 +396,13 @@ class _ParserOnly(FederatedCLI):
     flags: ClassVar[Mapping[str, bool]] = {}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        super().parse_arguments(parser, args)
-        raise _ParsedError(self._parser("fit").dump(self.config["fit"], skip_validation=True, **self.flags))
+        fit = self._parser("fit")
+        if isinstance(args, Mapping) and args["fit"]:
+            super().parse_arguments(parser, args)
+            config = self.config["fit"]
+        else:  # a recipe that says nothing: all defaults
+            config = fit.get_defaults(skip_validation=True)
+        raise _ParsedError(fit.dump(config, skip_validation=True, **self.flags))
 
 
 def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
@@ -400,6 +413,7 @@ def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
         flags: Flags of ``--print_config``, such as ``"comments"``.
     """
     known = {"comments": "with_comments", "skip_default": "skip_default", "skip_unset": "skip_unset"}
+    known["skip_null"] = known["skip_unset"]
     for flag in flags:
         one_of(tuple(known), print_config=flag)
     kind = type("_ParserOnly", (_ParserOnly,), {"flags": {"skip_unset": False} | {known[flag]: True for flag in flags}})

@@ -95,7 +95,16 @@ def test_a_recipe_equals_its_words(line):
 @pytest.mark.parametrize(
     ("here", "more", "expected"),
     [
-        ({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}}, {"a": 1, "b": {"c": 2, "d": 3}}),
+        ({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}}, {"a": 1, "b": {"d": 3}}),
+        ({"a": 1, "b": {"c": 2}}, {"b.d": 3}, {"a": 1, "b": {"c": 2, "d": 3}}),
+        ({"data": {"b": 1, "split": {"c": 2}}}, {"data": {"split": {"d": 3}}},
+         {"data": {"b": 1, "split": {"c": 2, "d": 3}}}),
+        ({}, {"trainer": {"a+": [1]}}, {"trainer": {"a": [1]}}),
+        ({}, {"a": {"class_path": "x.Y", "init_args": {"b+": 1}}},
+         {"a": {"class_path": "x.Y", "init_args": {"b": [1]}}}),
+        ({"data": {"a": {0: 1, 1: 2}}}, {"data": {"a": {1: 3}}}, {"data": {"a": {1: 3}}}),
+        ({"data": {}}, {"data": {"a": {"b.*": "mean", "c+": 1}}}, {"data": {"a": {"b.*": "mean", "c+": 1}}}),
+        ({"a": ["x"]}, {"a+": "null"}, {"a": ["x"]}),
         ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
         ({"a": [1]}, {"a+": 2}, {"a": [1, 2]}),
         ({}, {"a+": [2, 3]}, {"a": [2, 3]}),
@@ -130,6 +139,38 @@ def test_an_entry_that_a_list_lacks_is_an_error():
         merge({"callbacks": ["Replay", "Replay"]}, {"callbacks": {"Replay": {"max_size": 1}}})
 
 
+def test_a_misspelt_key_of_a_class_is_an_error():
+    for wrong, hint in (
+        ("init_arg", "Did you mean init_args?"),
+        ("lr", "Write it into `init_args`, as in init_args: {lr: ...}."),
+    ):
+        whole = {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1}}}
+        with pytest.raises(UnknownNameError) as raised:
+            merge(whole, {"optimizer": {"class_path": "torch.optim.SGD", wrong: {"lr": 5}}})
+        assert raised.value.hint == hint
+
+
+def test_another_class_keeps_arguments_that_it_passes_on(monkeypatch, tmp_path):
+    (tmp_path / "passing.py").write_text(
+        "from lightning_fcl.models import MLP\n"
+        "class Passing(MLP):\n    def __init__(self, extra: int = 3, **kwargs):\n        super().__init__(**kwargs)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    whole = {"model": {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 10]}}}
+    merge(whole, {"model": "passing.Passing"})
+    assert whole["model"] == {"class_path": "passing.Passing", "init_args": {"sizes": [64, 10]}}
+
+
+def test_a_section_may_be_a_file(tmp_path):
+    (tmp_path / "trainer.yaml").write_text("max_epochs: 2")
+    content = Recipe((QUICKSTART, Setting("trainer", str(tmp_path / "trainer.yaml")))).content()
+    assert content["trainer"]["max_epochs"] == 2 and len(content["trainer"]["callbacks"]) == 2
+    for name in ("subcommand", "config"):
+        with pytest.raises(UnknownNameError):
+            Recipe((QUICKSTART, Setting(name, "fit"))).content()
+    assert Recipe((QUICKSTART, Setting("trainer", None))).content() == Recipe((QUICKSTART,)).content()
+
+
 def test_words_are_options_files_and_settings_in_order():
     words = ["quickstart", "--a.b", "-1", "--out", "x", "--config=f.yaml", "--c+=[1]", "more"]
     rest, layers = take_settings(words, ["--out"])
@@ -161,7 +202,16 @@ WRONG = [
     ("--trainer.callbacks os.getcwd", InvalidTypeError, "trainer.callbacks", "Name a class in `class_path`."),
     ("--trainer.callbacks torch.optim.SGD", InvalidTypeError, "trainer.callbacks", ""),
     ("--trainer 3", InvalidTypeError, "trainer", ""),
-]
+    ("--seed_everything abc", InvalidTypeError, "seed_everything", "Pass True, False or a whole number."),
+    (
+        "--model.model lightning_fcl.create_model --model.model.nam x",
+        UnknownNameError,
+        "model.model.nam",
+        "Did you mean name?",
+    ),
+    ("--model.optimizer.lr abc", InvalidTypeError, "model.optimizer.lr", "Leave it out for the default, 0.001."),
+    ("--model.model builtins.int", InvalidTypeError, "model.model", ""),
+]  # fmt: skip
 
 
 @pytest.mark.seconds
