@@ -346,7 +346,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
 def _may_name_class(value: object, hint: Any) -> bool:
     """Return whether a text is meant as the name of a class, with its module or without, and not as a number."""
     is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
-    return is_name and bool(_classes(hint)) and not {int, float, bool} & {*_members(hint)}
+    return is_name and bool(_classes(hint)) and not {int, float} & {*_members(hint)}
 
 
 def _where(module: str) -> str:
