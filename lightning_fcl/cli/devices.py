@@ -172,6 +172,7 @@ class Deploy(Command):
     """
 
     takes_settings = True
+    passes_on = ("executor",)
 
     def arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("what", choices=("flower", "split", "executor"))

@@ -31,9 +31,11 @@ class Command(ABC):
 
     Attributes:
         takes_settings: Whether every argument that a recipe holds can follow, as in ``--data.batch_size 16``.
+        passes_on: First words behind which all others are for another program.
     """
 
     takes_settings: ClassVar[bool] = False
+    passes_on: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -116,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 own.description, _, own.epilog = (getdoc(asked) or "").partition("\n\n")
                 asked.arguments(own)
                 rest, layers = words[1:], list[Path | Setting]()
-                if asked.takes_settings:
+                if words[1:2] and words[1] in asked.passes_on:
+                    rest = words[1:2]
+                elif asked.takes_settings:
                     rest, layers = take_settings(words[1:], own._option_string_actions)
                 options = own.parse_args(rest, argparse.Namespace(words=words[1:], layers=layers))
                 asked.run(options)

@@ -268,3 +268,10 @@ def test_a_copy_has_the_values_of_the_merged_files(file, tmp_path):
     (tmp_path / "copy.yaml").write_text(fit_command.flat(row))
     wanted = resolve_recipe(row.recipe)
     assert resolve_recipe(Recipe((tmp_path / "copy.yaml",))) | {"out": wanted["out"]} == wanted
+
+
+def test_what_an_executor_is_told_is_passed_on(monkeypatch):
+    told = []
+    monkeypatch.setattr("lightning_fcl.deployment.node.stay", told.append)
+    main(["deploy", "executor", "--runtime-api-address", "127.0.0.1:1", "--insecure"])
+    assert told == [["--runtime-api-address", "127.0.0.1:1", "--insecure"]]
