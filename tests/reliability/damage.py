@@ -25,7 +25,7 @@ def change_byte(path: Path, rng: random.Random) -> str:
 
 def checkpoint_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
     """A byte of a checkpoint changes, from which a fit goes on: to what it would have come to, or not at all."""
-    words = Recipe(tuple(small_recipe(folder))).words
+    words = Recipe(tuple(map(Path, small_recipe(folder)))).words
     half = campaign.once("half", lambda place: _half_way(words, place))
     checkpoint = folder / "half.ckpt"
     checkpoint.write_bytes((half / "half.ckpt").read_bytes())
@@ -69,7 +69,7 @@ def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcom
 
 def copied_run(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
     """A run's folder is copied, its files' times are others and its record has lines too many; the copy goes on."""
-    words = Recipe(tuple(small_recipe(folder))).words
+    words = Recipe(tuple(map(Path, small_recipe(folder)))).words
     whole = campaign.once("whole", lambda place: _run(["fit", *words, "--out", "out"], place))
     begun = campaign.once(
         "begun", lambda place: _run(["fit", *words, "--out", "first", "--trainer.max_epochs", "2"], place)

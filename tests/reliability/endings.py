@@ -43,7 +43,7 @@ class Work:
 def works(folder: Path) -> list[Work]:
     """What is killed: the quickstart as a fit, with a store on disk, as a search; the papers whose data is there."""
     recipes = small_recipe(folder)
-    words = tuple(Recipe(tuple(recipes)).words)
+    words = tuple(Recipe(tuple(map(Path, recipes))).words)
     disk = ("--trainer.strategy.init_args.client_store", "disk")
     search = folder / "search.yaml"
     lr = {"model.init_args.optimizer.init_args.lr": [0.1, 0.05, 0.02]}
