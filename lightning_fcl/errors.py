@@ -143,11 +143,17 @@ class MissingPackageError(LightningFCLError, ModuleNotFoundError):
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the last sentence of a message about an unknown name: the nearest known name, or "" if none is near."""
+    near = nearest_name(name, known, cutoff)
+    if near and near == str(name):  # a number or another type that prints as the name
+        return "" if isinstance(name, str) else f' Write "{name}", as text.'
+    return f" Did you mean {near}?" if near else ""
+
+
+def nearest_name(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known name that is nearest to another one, whatever its case; empty if none is near."""
     lowered = {one.lower(): one for one in known}
     near = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
-    if near and lowered[near[0]] == str(name):  # a number or another type that prints as the name
-        return "" if isinstance(name, str) else f' Write "{name}", as text.'
-    return f" Did you mean {lowered[near[0]]}?" if near else ""
+    return lowered[near[0]] if near else ""
 
 
 def listed(names: Iterable[object], most: int = 10) -> str:

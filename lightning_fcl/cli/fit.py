@@ -70,9 +70,6 @@ class Fit(Command):
         for name, value in given.items():
             if value == "":
                 raise MissingValueError(f"Expected a value behind `--{name}` but got none.", argument=f"--{name}")
-        for layer in options.layers:
-            if isinstance(layer, Path):
-                read_recipe_file(layer)  # before anything is printed or imported
         printed = options.print_config is not None
         if continues := len(options.recipes) == 1 and is_run(Path(options.recipes[0])):
             recipe = recipe_of_run(Path(options.recipes[0]), options)
@@ -197,10 +194,7 @@ class Test(Command):
     def run(self, options: Namespace) -> None:
         if options.help_all:
             print_help("test")
-        files = [layer for layer in options.layers if isinstance(layer, Path)]
-        for file in files:
-            read_recipe_file(file)  # before anything heavy is imported
-        if len(options.run) == 1 and not files:
+        if len(options.run) == 1 and not Recipe(tuple(options.layers)).files:
             recipe = recipe_of_run(Path(options.run[0]), options)
             print(f"tests {recipe.content()['ckpt_path']}")
         elif options.ckpt_path:
@@ -255,20 +249,20 @@ class Cp(Command):
         print(f"{options.file}: train it with {shlex.join(['lightning-fcl', 'fit', str(options.file)])}")
 
 
-def flat(recipe: Row) -> str:
+def flat(row: Row) -> str:
     """A recipe as one file that stands for the same but for its folder, with the comments of all its files."""
     yaml = YAML()
     yaml.width = 120
     yaml.preserve_quotes = True  # a key `on` would be read as true without
     heads, whole = [], CommentedMap()
-    for path in recipe.recipe.files:
+    for path in row.recipe.files:
         read_yaml(path)  # bounded, and understood
         text = path.read_text(encoding="utf-8")
         head = [line for line in text.split("\n") if line.startswith("#")]
         heads += [line for line in head if line not in heads]
         body = yaml.load("\n".join(line for line in text.split("\n") if not line.startswith("#")))
         _merge(whole, body)
-    for setting in recipe.recipe.settings:
+    for setting in row.recipe.settings:
         parsed = YAML(typ="safe").load(setting.value)
         plain = isinstance(parsed, dict | list) and setting.value[0] not in "{["  # text with a colon in it
         *sections, last = setting.name.split(".")
@@ -276,7 +270,7 @@ def flat(recipe: Row) -> str:
         for section in reversed(sections):
             more = CommentedMap({section: more})
         _merge(whole, more)
-    _assign(whole, recipe.recipe.content())
+    _assign(whole, row.recipe.content())
     whole.pop("out", None)  # a file's results go to a folder of its own name
     out = io.StringIO()
     yaml.dump(whole, out)

@@ -22,7 +22,7 @@ from lightning_fcl import __version__
 from lightning_fcl.errors import LightningFCLError, did_you_mean
 from lightning_fcl.evaluation.files import own_temporary_folder
 from lightning_fcl.library_errors import first_line
-from lightning_fcl.running.recipe import Setting, take_settings
+from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file, take_settings
 from lightning_fcl.running.stop import Stopped, end, stop
 
 
@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     rest = words[1:2]
                 elif asked.takes_settings:
                     rest, layers = take_settings(words[1:], own._option_string_actions)
+                for file in Recipe(tuple(layers)).files:
+                    read_recipe_file(file)  # before anything is printed or imported
                 options = own.parse_args(rest, argparse.Namespace(words=words[1:], layers=layers))
                 asked.run(options)
             sys.stdout.flush()

@@ -24,6 +24,7 @@ from lightning_fcl.errors import (
     UnknownNameError,
     did_you_mean,
     listed,
+    nearest_name,
     other_lightning,
 )
 from lightning_fcl.hub.documents import load_yaml, resolve_maker
@@ -51,7 +52,7 @@ def convert_errors() -> Iterator[None]:
         if known := convert_lightning_error(error):
             raise known from error
         if isinstance(error, MisconfigurationException):
-            raise InvalidValueError(f"{_BY_LIGHTNING} {error}", code="refused-by-lightning") from error
+            raise InvalidValueError(f"{_BY_LIGHTNING} {error}", code="rejected-by-lightning") from error
         restored = [note for note in getattr(error, "__notes__", []) if isinstance(note, RestoredNote)]
         if not restored or isinstance(error, ImportError | ValueError):
             raise
@@ -207,7 +208,7 @@ class _Diagnosis:
             for one in value if _classes(inner) else ():
                 self._check_value(path, one, inner, _ANY)
         elif isinstance(value, Mapping) and not is_spec(value) and _classes(hint):
-            self._check_shorthand(path, value, hint)
+            self._check_shorthand(path, value)
         elif is_spec(value) or (_may_name_class(value, hint) and not self._accepts(value, hint)):
             spec = value if isinstance(value, Mapping) else {"class_path": value}
             made = _resolve(path, spec["class_path"], _classes(hint))
@@ -241,7 +242,9 @@ class _Diagnosis:
                     value=value["class_path"],
                 )
 
-    def _check_shorthand(self, path: str, value: Mapping[str, Any], hint: Any) -> None:
+    @staticmethod
+    def _check_shorthand(path: str, value: Mapping[str, Any]) -> None:
+        """Reject arguments below the name of their class, as in ``{lightning_fcl.callbacks.EWC: {strength: 3}}``."""
         (first, inner), *more = value.items() or [("", None)]
         if not more and ("." in str(first) or isinstance(inner, Mapping)):
             raise InvalidValueError(
@@ -408,10 +411,9 @@ def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mappin
             with contextlib.suppress(LightningFCLError):
                 inner = argument_names(_resolve(path, value["class_path"], (object,)))
                 known |= {one: f"{prefix}{argument}.{one}" for one in inner if one not in known}
-    near = did_you_mean(name, known)
-    if not near:
-        return "" if path in SECTIONS else f"There are {listed(names)}."
-    return next((near.replace(f" {one}?", f" {full}?") for one, full in known.items() if f" {one}?" in near), "")
+    if near := nearest_name(name, known):
+        return f"Did you mean {known[near]}?"
+    return "" if path in SECTIONS else f"There are {listed(names)}."
 
 
 def check_class_paths(content: object) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import lightning.pytorch as L
 import torch
@@ -386,14 +386,12 @@ def make_cli(arguments: dict[str, Any] | list[str], kind: type[CLI], runs: bool 
 class _ParsedError(Exception):
     """A recipe has been parsed, and nothing is to be made of it."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, parser: LightningArgumentParser, config: Namespace) -> None:
+        self.parser, self.config = parser, config
 
 
 class _ParserOnly(FederatedCLI):
     """Parses a recipe and makes nothing of it."""
-
-    flags: ClassVar[Mapping[str, bool]] = {}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         fit = self._parser("fit")
@@ -402,7 +400,7 @@ class _ParserOnly(FederatedCLI):
             config = self.config["fit"]
         else:  # a recipe that says nothing: all defaults
             config = fit.get_defaults(skip_validation=True)
-        raise _ParsedError(fit.dump(config, skip_validation=True, **self.flags))
+        raise _ParsedError(fit, config)
 
 
 def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
@@ -416,11 +414,12 @@ def resolved_text(recipe: Recipe, flags: Sequence[str] = ()) -> str:
     known["skip_null"] = known["skip_unset"]
     for flag in flags:
         one_of(tuple(known), print_config=flag)
-    kind = type("_ParserOnly", (_ParserOnly,), {"flags": {"skip_unset": False} | {known[flag]: True for flag in flags}})
+    chosen: dict[str, Any] = {"skip_unset": False} | {known[flag]: True for flag in flags}
     try:
-        run("fit", recipe, kind)
+        run("fit", recipe, _ParserOnly)
     except _ParsedError as parsed:
-        return parsed.text
+        text: str = parsed.parser.dump(parsed.config, skip_validation=True, **chosen)
+        return text
     raise AssertionError("the recipe was not parsed")
 
 

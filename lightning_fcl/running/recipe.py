@@ -102,7 +102,7 @@ class Recipe:
         Raises:
             InvalidValueError: If a file holds no settings by name, or is too large.
             MissingFileError: If a file does not exist.
-            MissingValueError: If a setting has no value.
+            UnknownNameError: If a list has no entry of a class that a setting names, or a class a misspelt key.
         """
         whole: dict[str, Any] = {}
         for layer in self.layers:
