@@ -25,9 +25,10 @@ import numpy as np
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.comparison import compared, scatter
-from lightning_fcl.evaluation.files import inside, write_whole
 from lightning_fcl.evaluation.leaderboard import board
 from lightning_fcl.evaluation.table import NEAR, Cell, Table, markdown_table, metric_number, read_table
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.paths import inside
 from lightning_fcl.running.rows import (
     expanded,
     paper_folder,

@@ -34,7 +34,7 @@ from lightning_fcl.cli.main import main
 from lightning_fcl.data.partition import IID, Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FLwFScenario
 from lightning_fcl.data.split import Split
-from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 

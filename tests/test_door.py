@@ -63,7 +63,7 @@ def test_import_is_what_registers_the_strategy(printed: list[str]):
 def test_importing_the_package_is_light():
     code = "import sys, time; began = time.process_time(); import lightning_fcl; took = time.process_time() - began\n"
     code += "import lightning_fcl.callbacks, lightning_fcl.methods, lightning_fcl.models, lightning_fcl.data\n"
-    code += "import lightning_fcl.cli, lightning_fcl.federation, lightning_fcl.evaluation, lightning_fcl.hub\n"
+    code += "import lightning_fcl.cli, lightning_fcl.federation, lightning_fcl.evaluation, lightning_fcl.io\n"
     loaded, took = python(f"{code}print(sorted({HEAVY} & set(sys.modules)), took)").rsplit(" ", 1)
     assert loaded == "[]"
     assert float(took) < 0.3

@@ -15,9 +15,9 @@ from lightning_fcl.deployment.node import own_folder
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.evaluation import figures
 from lightning_fcl.evaluation.figures import write_figures
-from lightning_fcl.evaluation.files import inside
 from lightning_fcl.evaluation.results import is_whole
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.io.paths import inside
 
 NAMES = runpy.run_path(str(Path(__file__).with_name("names.py")))
 EVIL, TEXTS = NAMES["EVIL"], NAMES["TEXTS"]

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.evaluation.files import check_digest, locked, sha256, write_sums, write_whole
+from lightning_fcl.io.atomic import locked, write_whole
+from lightning_fcl.io.checksums import check_digest, sha256, write_sums
 from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
 from lightning_fcl.zoo import publish
 from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, read_entry, read_files

@@ -36,8 +36,8 @@ from lightning_fcl.errors import (
     one_of,
     require,
 )
-from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.hub.documents import reading
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.reading import reading
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.quantization import freeze

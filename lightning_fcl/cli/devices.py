@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import InvalidValueError, MissingFileError
-from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.running.rows import find_recipes
 
 if TYPE_CHECKING:

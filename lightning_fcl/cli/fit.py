@@ -19,10 +19,10 @@ from ruamel.yaml.comments import CommentedMap
 from lightning_fcl.cli.main import Command
 from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError, did_you_mean
-from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import CONFIG, run_of
-from lightning_fcl.hub.checkpoint import checkpoint_of_run
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.checkpoint import checkpoint_of_run
+from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.running.recipe import Recipe, read_recipe_file
 from lightning_fcl.running.rows import Row, find_recipe, find_recipes
 

@@ -21,9 +21,9 @@ from tqdm import tqdm
 from lightning_fcl import __version__
 from lightning_fcl.door import many_imports
 from lightning_fcl.errors import InvalidStateError, at_least
-from lightning_fcl.evaluation.files import occupied, write_whole
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
+from lightning_fcl.io.atomic import occupied, write_whole
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, threads_say_one_line
 
@@ -199,7 +199,7 @@ def begin(job: Job) -> None:
 
 
 def _train(job: Job) -> None:
-    from lightning_fcl.hub.checkpoint import newest_checkpoint
+    from lightning_fcl.io.checkpoint import newest_checkpoint
 
     with many_imports():
         from lightning_fcl.running.fit import FederatedCLI, run

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from lightning_fcl import __version__
 from lightning_fcl.errors import LightningFCLError, did_you_mean
-from lightning_fcl.evaluation.files import own_temporary_folder
+from lightning_fcl.io.atomic import own_temporary_folder
 from lightning_fcl.library_errors import first_line
 from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file, take_settings
 from lightning_fcl.running.stop import Stopped, end, stop

@@ -27,7 +27,8 @@ from lightning_fcl.errors import (
     did_you_mean,
     one_of,
 )
-from lightning_fcl.hub.documents import parse, read_yaml, reading
+from lightning_fcl.io.reading import reading
+from lightning_fcl.io.safe_yaml import parse, read_yaml
 from lightning_fcl.library_errors import one_line
 from lightning_fcl.running.recipe import SECTIONS, Recipe
 from lightning_fcl.running.rows import paper_rows

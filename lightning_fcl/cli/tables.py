@@ -13,10 +13,10 @@ from typing import Any
 from lightning_fcl.cli.jobs import Job, at_least_one, begin, finished, run_jobs
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
-from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.results import read_results, write_files, write_results
 from lightning_fcl.evaluation.table import Table, markdown_table, read_table, with_tasks, write_table
+from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import (
     at_scale,

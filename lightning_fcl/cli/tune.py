@@ -34,8 +34,8 @@ from lightning_fcl.cli.main import Command
 from lightning_fcl.cli.search import Search, trial_recipe, try_settings
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import slug
 

@@ -18,7 +18,8 @@ from tqdm import tqdm
 from lightning_fcl.data.batches import Loading, Request, read
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.evaluation.files import cache_folder, locked, replacing, writing
+from lightning_fcl.io.atomic import locked, replacing, writing
+from lightning_fcl.io.paths import cache_folder
 from lightning_fcl.models.backbone import frozen_backbone
 
 BATCH = 16

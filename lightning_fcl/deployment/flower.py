@@ -16,7 +16,7 @@ from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.outline import build, fingerprint, read_recipe
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.errors import require
-from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.methods.declaration import Declaration
 
 if TYPE_CHECKING:

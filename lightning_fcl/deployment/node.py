@@ -44,11 +44,12 @@ from lightning_fcl.deployment.messages import (
 from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint
 from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
 from lightning_fcl.errors import LightningFCLError, quoted, require
-from lightning_fcl.evaluation.files import cache_folder, inside, locked, write_whole
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.sent_once import kept_once
 from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.io.atomic import locked, write_whole
+from lightning_fcl.io.paths import cache_folder, inside
 from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.isolation import Isolation

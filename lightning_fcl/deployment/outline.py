@@ -24,7 +24,7 @@ from lightning_fcl.data.split import check_classes
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.hub.documents import read_yaml, resolve_maker
+from lightning_fcl.io.safe_yaml import read_yaml, resolve_maker
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of
 from lightning_fcl.simulation.strategy import FederatedStrategy

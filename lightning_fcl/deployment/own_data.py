@@ -31,8 +31,9 @@ from lightning_fcl.data.targets import numbers_of
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.outline import Outline, client_plan, server_plan
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, MissingValueError, require
-from lightning_fcl.evaluation.files import inside, replacing, write_whole
-from lightning_fcl.hub.documents import LIMIT
+from lightning_fcl.io.atomic import replacing, write_whole
+from lightning_fcl.io.paths import inside
+from lightning_fcl.io.reading import LIMIT
 from lightning_fcl.library_errors import one_line
 
 _WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {

@@ -38,7 +38,7 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.wire import RoundRecord
-from lightning_fcl.hub.checkpoint import newest_checkpoint
+from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.running.fit import FederatedCLI, run

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
 from lightning_fcl.errors import InvalidValueError, at_least, require
-from lightning_fcl.evaluation.files import replacing
+from lightning_fcl.io.atomic import replacing
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.quantization import Int8Backbone, quietly
 

@@ -30,7 +30,7 @@ from lightning_fcl.errors import (
 from lightning_fcl.evaluation.table import markdown_table
 from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.speeds import Speeds
-from lightning_fcl.hub.documents import parse, read_yaml
+from lightning_fcl.io.safe_yaml import parse, read_yaml
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.

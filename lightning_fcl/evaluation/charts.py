@@ -18,9 +18,10 @@ from numpy.typing import ArrayLike
 
 from lightning_fcl import __version__
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.files import cache_folder, write_whole
 from lightning_fcl.evaluation.headline import model_name
 from lightning_fcl.evaluation.metrics import Curve
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.paths import cache_folder
 
 Points: TypeAlias = list[dict[str, Any]]
 Spec: TypeAlias = dict[str, Any]

@@ -15,7 +15,6 @@ import numpy as np
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Points, Spec, over_seeds, spec
-from lightning_fcl.evaluation.files import inside
 from lightning_fcl.evaluation.headline import (
     BANDWIDTHS,
     communication_time,
@@ -24,6 +23,7 @@ from lightning_fcl.evaluation.headline import (
     volumes,
 )
 from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
+from lightning_fcl.io.paths import inside
 
 Runs: TypeAlias = Sequence[Mapping[str, Any]]
 """Contents of ``results.json`` of the seeds of a row."""

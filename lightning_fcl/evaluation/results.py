@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.errors import InvalidValueError, require
-from lightning_fcl.evaluation.files import append, inside, read_json, read_sums, sha256, write_sums, write_whole
 from lightning_fcl.evaluation.headline import WAYS, simulated_times
 from lightning_fcl.evaluation.metrics import curves, models_tested
+from lightning_fcl.io.atomic import append, write_whole
+from lightning_fcl.io.checksums import read_sums, sha256, write_sums
+from lightning_fcl.io.paths import inside
+from lightning_fcl.io.reading import read_json
 
 __all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]
 

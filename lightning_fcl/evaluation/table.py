@@ -14,8 +14,9 @@ import numpy as np
 from lightning_fcl import __version__
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.files import read_json, write_whole
 from lightning_fcl.evaluation.metrics import task_curves
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.reading import read_json
 
 NEAR = 0.05
 """How far from the paper's number a mean is near it."""

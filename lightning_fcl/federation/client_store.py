@@ -17,9 +17,10 @@ from torch import Tensor
 
 from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import InvalidValueError, NoRoomError
-from lightning_fcl.evaluation.files import TemporaryFolder, inside, write_whole, writing
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.hub.documents import ensure
+from lightning_fcl.io.atomic import TemporaryFolder, write_whole, writing
+from lightning_fcl.io.paths import inside
+from lightning_fcl.io.reading import ensure
 
 Memory = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""

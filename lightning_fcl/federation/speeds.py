@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_fcl.data.datasets.files import read_lines
 from lightning_fcl.errors import InvalidValueError, MissingValueError, check_arguments, listed
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.randomness import seed_of
 
 __all__ = ["Speed", "Speeds"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, UnknownNameError, at_least, did_you_mean, require
-from lightning_fcl.evaluation.files import check_digest
+from lightning_fcl.io.checksums import check_digest
 from lightning_fcl.library_errors import first_line
 from lightning_fcl.models.described import Described, described
 

@@ -27,7 +27,7 @@ from lightning_fcl.errors import (
     nearest_name,
     other_lightning,
 )
-from lightning_fcl.hub.documents import load_yaml, resolve_maker
+from lightning_fcl.io.safe_yaml import load_yaml, resolve_maker
 from lightning_fcl.library_errors import LibraryError, first_line, match_error, one_line
 from lightning_fcl.running.recipe import SECTIONS, argument_names, full_name, is_spec
 from lightning_fcl.simulation.hooks import RestoredNote

@@ -32,11 +32,11 @@ from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, put_off
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError, did_you_mean, one_of
-from lightning_fcl.evaluation.files import occupied
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_results
-from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
-from lightning_fcl.hub.documents import load_yaml
+from lightning_fcl.io.atomic import occupied
+from lightning_fcl.io.checkpoint import local_checkpoint, newest_checkpoint
+from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.diagnosis import MODE, check_class_paths, convert_errors, explain_parser_error
 from lightning_fcl.running.recipe import Recipe, take_settings

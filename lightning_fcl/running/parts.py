@@ -25,7 +25,7 @@ from lightning_fcl.data.scenarios import EMPTY
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.federation.aggregation import check_state
-from lightning_fcl.hub.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
+from lightning_fcl.io.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.trial import first_rows

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError, UnknownNameError, did_you_mean
-from lightning_fcl.hub.documents import load_yaml, read_yaml
+from lightning_fcl.io.safe_yaml import load_yaml, read_yaml
 
 SECTIONS = ("model", "data", "trainer", "recipe")
 # Where classes are looked up that a recipe names without their module.

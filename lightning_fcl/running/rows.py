@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError, did_you_mean, one_of
-from lightning_fcl.evaluation.files import inside
+from lightning_fcl.io.paths import inside
 from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file
 
 

@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_fcl.data.attached import stream_of
-from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import CONFIG, start_over
 from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.running.stop import Stopped, stop
 
 _PLACES = ("config", "out", "ckpt_path", "weights_only")  # of one fit, where the file is of the run, wherever it lies

@@ -17,7 +17,7 @@ from multiprocessing import active_children
 from types import FrameType
 from typing import NoReturn
 
-from lightning_fcl.evaluation.files import remove_temporary
+from lightning_fcl.io.atomic import remove_temporary
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _PATIENCE = 5.0  # seconds that child processes have to end

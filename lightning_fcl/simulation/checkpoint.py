@@ -15,10 +15,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.errors import InvalidValueError, quoted
-from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import RecordFile
 from lightning_fcl.federation.aggregation import hparams_of
 from lightning_fcl.federation.protocol import HasHparams
+from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.simulation.federation import Federation
 

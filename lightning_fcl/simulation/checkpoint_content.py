@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.io.checkpoint import read_checkpoint
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _MAPPINGS = (dict, OrderedDict, Counter)

@@ -26,8 +26,8 @@ from torch import Tensor
 from lightning_fcl import __version__
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.errors import InvalidValueError, one_of
-from lightning_fcl.evaluation.files import TemporaryFolder
 from lightning_fcl.federation.ranks import ALONE, Ranks
+from lightning_fcl.io.atomic import TemporaryFolder
 from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
 from lightning_fcl.simulation.gloo import MEETING, GlooRanks, meet
 

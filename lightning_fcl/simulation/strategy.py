@@ -31,7 +31,7 @@ from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.wire import Compression
-from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.local.local_steps import LocalSteps
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.vectorized import StackedPrecision, flush_denormals

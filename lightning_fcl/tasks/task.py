@@ -19,7 +19,7 @@ from lightning_fcl.federation.aggregation import check_state, load_entries
 from lightning_fcl.federation.obstacles import Obstacle, Reason
 from lightning_fcl.federation.optimizers import OptimizerFactory, make_optimizer
 from lightning_fcl.federation.protocol import ranks_of
-from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.models.described import Described, cast_arguments, rebuild
 from lightning_fcl.models.readout import EmbedsSamples
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError, at_least
-from lightning_fcl.evaluation.files import TemporaryFolder, check_digest
 from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
-from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.io.atomic import TemporaryFolder
+from lightning_fcl.io.checkpoint import read_checkpoint
+from lightning_fcl.io.checksums import check_digest
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.running.parts import RecipeParts, with_checkpoint

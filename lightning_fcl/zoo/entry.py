@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from lightning_fcl.data.datasets.arrays import Measurement
 from lightning_fcl.errors import InvalidValueError, MissingFileError
-from lightning_fcl.evaluation.files import check_digest, read_sums, sha256, write_sums
-from lightning_fcl.hub.documents import parse, read_yaml
+from lightning_fcl.io.checksums import check_digest, read_sums, sha256, write_sums
+from lightning_fcl.io.safe_yaml import parse, read_yaml
 
 SUMS = "files.txt"
 """The list of an entry's files, with the SHA-256 of each."""

@@ -19,11 +19,12 @@ from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
 from lightning_fcl.errors import InvalidValueError, require
-from lightning_fcl.evaluation.files import TemporaryFolder, inside, locked, write_whole, writing
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
+from lightning_fcl.io.atomic import TemporaryFolder, locked, write_whole, writing
+from lightning_fcl.io.paths import inside
 from lightning_fcl.models.backbone import example_input, packaged_state
 from lightning_fcl.models.described import plain_description
 from lightning_fcl.running.parts import RecipeParts, read_parts, trained_checkpoint, with_checkpoint

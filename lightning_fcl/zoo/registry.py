@@ -26,18 +26,10 @@ from lightning_fcl.errors import (
     did_you_mean,
     require,
 )
-from lightning_fcl.evaluation.files import (
-    cache_folder,
-    check_digest,
-    inside,
-    locked,
-    read_sums,
-    replacing,
-    sha256,
-    write_sums,
-    writing,
-)
-from lightning_fcl.hub.source import download
+from lightning_fcl.io.atomic import locked, replacing, writing
+from lightning_fcl.io.checksums import check_digest, read_sums, sha256, write_sums
+from lightning_fcl.io.download import download
+from lightning_fcl.io.paths import cache_folder, inside
 from lightning_fcl.zoo.entry import CONFIG, CONTINUE, FILES, SUMS, Entry, read_entry, read_files, read_folder
 
 _REPOSITORY = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<commit>[0-9a-f]{40}))?")

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_fcl.data.features import BATCH
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import UnknownNameError
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.running.fit import resolve_recipe
 from lightning_fcl.running.parts import RecipeParts, read_parts
 from lightning_fcl.running.recipe import Recipe, Setting

@@ -15,7 +15,7 @@ from lightning_fcl.cli.search import Search, try_settings
 from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.table import read_table
-from lightning_fcl.hub.checkpoint import newest_checkpoint
+from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.running.fit import FederatedCLI, resolve_recipe, run
 from lightning_fcl.running.parts import read_parts
 from lightning_fcl.running.recipe import Recipe, Setting

@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.evaluation.files import occupied
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.hub.checkpoint import newest_checkpoint
+from lightning_fcl.io.atomic import occupied
+from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.running.rows import recipes_folder
 
 
@@ -98,7 +98,7 @@ def test_the_checkpoint_of_the_latest_step_is_the_newest_whatever_the_files_time
 @pytest.mark.seconds
 def test_a_second_fit_in_one_folder_is_refused_and_told_who_trains_there(words, begun, error_of):
     hold = (
-        "import sys; from pathlib import Path; from lightning_fcl.evaluation.files import occupied\n"
+        "import sys; from pathlib import Path; from lightning_fcl.io.atomic import occupied\n"
         "with occupied(Path(sys.argv[1])): print('has it', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

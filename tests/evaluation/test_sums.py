@@ -5,7 +5,7 @@ import hashlib
 import pooch
 import pytest
 
-from lightning_fcl.evaluation.files import check_digest, read_sums, write_sums
+from lightning_fcl.io.checksums import check_digest, read_sums, write_sums
 
 DIGEST = hashlib.sha256(b"whole").hexdigest()
 

@@ -116,7 +116,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch
     def broken(source, target):
         raise OSError("cannot rename")
 
-    monkeypatch.setattr("lightning_fcl.evaluation.files.os.replace", broken)
+    monkeypatch.setattr("lightning_fcl.io.atomic.os.replace", broken)
     with pytest.raises(OSError, match="cannot rename"):
         write_table(tmp_path, of(cells([results("another")])))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from lightning_fcl.evaluation.figures import KINDS_OF_FIGURES
-from lightning_fcl.evaluation.files import inside
 from lightning_fcl.evaluation.table import Cell, Table, read_table, write_table
+from lightning_fcl.io.paths import inside
 from lightning_fcl.running.rows import expanded, paper_rows, recipes_folder
 
 RECIPES = recipes_folder()

@@ -22,7 +22,7 @@ from lightning_fcl.callbacks import (
 from lightning_fcl.cli.main import main
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.models import MLP
 
 

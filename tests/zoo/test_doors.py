@@ -8,7 +8,7 @@ import pytest
 
 from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
-from lightning_fcl.evaluation.files import sha256
+from lightning_fcl.io.checksums import sha256
 from lightning_fcl.running.recipe import Recipe, Setting
 from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.zoo import verifying as recipes

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_fcl import zoo
-from lightning_fcl.evaluation.files import sha256
+from lightning_fcl.io.checksums import sha256
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, SUMS, WEIGHTS
 from lightning_fcl.zoo.registry import REGISTRY, collect, package_folder
 

@@ -24,7 +24,7 @@ from lightning_fcl.data.datasets.photographs import (
 )
 from lightning_fcl.data.datasets.sensors import load_ucihar, load_wesad
 from lightning_fcl.errors import UnknownNameError, did_you_mean
-from lightning_fcl.hub.source import Source, data_root
+from lightning_fcl.io.download import Source, data_root
 
 __all__ = ["Arrays", "check", "data_root", "describe", "fetch", "load_dataset"]
 

@@ -9,8 +9,8 @@ import numpy as np
 from lightning_fcl.data.datasets.arrays import Arrays, Measurement
 from lightning_fcl.data.datasets.files import SOURCES
 from lightning_fcl.errors import at_least, require
-from lightning_fcl.hub.documents import reading
-from lightning_fcl.hub.source import Layout
+from lightning_fcl.io.download import Layout
+from lightning_fcl.io.reading import reading
 
 _SKLEARN = find_spec("sklearn")
 _PACKAGE = Path(_SKLEARN.origin).parent if _SKLEARN and _SKLEARN.origin else Path()

@@ -16,8 +16,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.hub.documents import AGAIN, check_members, check_size, ensure, reading
-from lightning_fcl.hub.source import Source
+from lightning_fcl.io.download import Source
+from lightning_fcl.io.reading import AGAIN, check_members, check_size, ensure, reading
 
 SOURCES = Source.read(Path(__file__).with_name("sources.yaml"))
 

@@ -17,7 +17,7 @@ from lightning_fcl.data.datasets.arrays import Arrays, Sensor
 from lightning_fcl.data.datasets.files import SOURCES, check_subset, in_range
 from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
 from lightning_fcl.errors import InvalidValueError, at_least, require
-from lightning_fcl.hub.documents import check_size, reading
+from lightning_fcl.io.reading import check_size, reading
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Reach
 from lightning_fcl.errors import InvalidValueError, require
-from lightning_fcl.evaluation.files import cache_folder, write_whole
-from lightning_fcl.hub.documents import check_size, ensure, reading
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.paths import cache_folder
+from lightning_fcl.io.reading import check_size, ensure, reading
 
 Scale = Literal["imagenet", "channel", "none"]
 FaceScale = Literal["none", "image"]

@@ -23,8 +23,8 @@ from lightning_fcl.data.datasets.files import (
 )
 from lightning_fcl.data.datasets.images import Scale, photographs, read_image, resize_all, resize_all_once
 from lightning_fcl.errors import InvalidValueError, MissingValueError, at_least
-from lightning_fcl.evaluation.files import inside
-from lightning_fcl.hub.documents import ensure, reading
+from lightning_fcl.io.paths import inside
+from lightning_fcl.io.reading import ensure, reading
 
 _CIFAR100 = SOURCES["cifar100"]
 

@@ -22,7 +22,7 @@ from lightning_fcl.data.datasets.files import (
 )
 from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
 from lightning_fcl.errors import InvalidValueError, at_least
-from lightning_fcl.hub.documents import check_members, check_size, ensure, reading
+from lightning_fcl.io.reading import check_members, check_size, ensure, reading
 
 _FOLDER = "UCI HAR Dataset"
 _INNER = "UCI HAR Dataset.zip"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint, read_checkpoint
+from lightning_fcl.io.checkpoint import local_checkpoint, newest_checkpoint, read_checkpoint
 
 STATE = {"state_dict": {"weight": torch.arange(6.0)}}
 

@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from lightning_fcl.errors import NoRoomError
-from lightning_fcl.evaluation.files import cache_folder, write_whole
-from lightning_fcl.hub.source import download
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.download import download
+from lightning_fcl.io.paths import cache_folder
 
 CONTENT = bytes(range(256)) * 4000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -122,7 +123,7 @@ def test_what_does_not_come_is_told_with_what_to_do(host, tmp_path, fault):
 @pytest.mark.seconds
 def test_two_processes_at_once(host, tmp_path):
     served, path = host(), tmp_path / "file.bin"
-    code = "import sys; from pathlib import Path; from lightning_fcl.hub.source import download;"
+    code = "import sys; from pathlib import Path; from lightning_fcl.io.download import download;"
     code += "download(sys.argv[1], Path(sys.argv[2]), sys.argv[3])"
     words = [sys.executable, "-c", code, served.url, str(path), DIGEST]
     both = [subprocess.Popen(words) for _ in range(2)]
@@ -173,7 +174,7 @@ def test_a_cache_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
 ADDER = """
 import sys, time
 from pathlib import Path
-from lightning_fcl.evaluation.files import locked
+from lightning_fcl.io.atomic import locked
 number, lock = Path(sys.argv[1]), Path(sys.argv[2])
 for _ in range(60):
     with locked(lock):

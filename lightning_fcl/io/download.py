@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fcl.errors import ConnectionFailedError, FileAccessError, InvalidValueError, MissingFileError, require
-from lightning_fcl.evaluation.files import writing
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.io.atomic import writing
+from lightning_fcl.io.safe_yaml import read_yaml
 
 
 def download(url: str, path: Path, digest: str, then: str = "") -> Path:

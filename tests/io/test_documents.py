@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import yaml
 
-from lightning_fcl.hub.documents import NODES, SIZE, check_yaml, parse, read_yaml
+from lightning_fcl.io.safe_yaml import NODES, SIZE, check_yaml, parse, read_yaml
 
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 EVIL = {

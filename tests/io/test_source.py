@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_fcl
-from lightning_fcl.hub.source import Layout, Source
+from lightning_fcl.io.download import Layout, Source
 
 FOLDER = Layout("folder", ("x/original", "original", "."), signs=("images/", "train.csv|test.csv"))
 NPZ = Layout("npz file", ("x/x.npz", "x.npz"))
@@ -108,7 +108,7 @@ def test_the_hub_needs_the_standard_library_alone():
         "package = types.ModuleType('lightning_fcl')\n"
         f"package.__path__ = [{str(Path(lightning_fcl.__file__).parent)!r}]\n"
         "sys.modules['lightning_fcl'] = package\n"
-        "import lightning_fcl.hub.source\n"
+        "import lightning_fcl.io.download\n"
         "print(sorted({'torch', 'lightning', 'numpy', 'pooch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -3,28 +3,24 @@
 YAML is bounded in size, depth and aliases, so that a small file cannot grow into one that never ends.
 """
 
-import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TypeVar
-from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 import yaml
 
 from lightning_fcl.errors import (
-    DamagedFileError,
     InvalidValueError,
     MissingFileError,
     UnknownNameError,
     did_you_mean,
     require,
 )
-from lightning_fcl.library_errors import first_line, one_line
+from lightning_fcl.library_errors import one_line
 
 Document = TypeVar("Document")
 
@@ -36,10 +32,6 @@ NODES = 100_000
 
 DEPTH = 100
 """How deep values may lie within values."""
-AGAIN = "Delete this copy and get the file again."
-LIMIT = "LIGHTNING_FCL_MAX_BYTES"
-"""The environment variable that sets how many bytes a file may hold once read."""
-_LEAST, _RATIO = 2_000_000_000, 20
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -144,47 +136,3 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
         parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
         known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]
-
-
-@contextmanager
-def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
-    """Let whatever a damaged file makes of its reader be one message, which says ``what`` it should be."""
-    try:
-        if path.exists() and not path.is_file():  # what is no file may never end
-            raise ValueError(f"a {'folder' if path.is_dir() else 'device'}")
-        yield
-    except FileNotFoundError as error:
-        raise MissingFileError(f"Expected the file {path} but it is missing. {remedy}") from error
-    except MemoryError:  # the machine's want, not the file's
-        raise
-    except Exception as error:
-        raise DamagedFileError(f"Expected {path} {what} but got: {first_line(error)}. {remedy}") from error
-
-
-def ensure(fits: object, otherwise: str) -> None:
-    """Refuse what a file holds: within `reading`, whose message ends in what it is."""
-    if not fits:
-        raise ValueError(otherwise)
-
-
-def check_size(size: int, packed: int = 0) -> None:
-    """Refuse contents that claim to be larger than is plausible, before they are unpacked.
-
-    That is above the larger of 2 GB and 20 times the file, or above the environment variable
-    ``LIGHTNING_FCL_MAX_BYTES`` where it is set.
-    """
-    setting = os.environ.get(LIMIT)
-    if setting and not setting.isdecimal():
-        raise ValueError(f"{LIMIT}={setting}, which is no number of bytes")
-    limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
-    if size > limit:
-        raise ValueError(f"{size} bytes once read, above the limit of {limit} (set {LIMIT} to raise it)")
-
-
-def check_members(archive: ZipFile, packed: int) -> None:
-    """Refuse a zip file by its directory: contents that are too large, or packed as nobody packs data."""
-    members = archive.infolist()
-    check_size(sum(member.file_size for member in members), packed)
-    for member in members:
-        if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-            raise BadZipFile(f"{member.filename!r} packed by method {member.compress_type}")

@@ -10,9 +10,9 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
-from lightning_fcl.evaluation.files import cache_folder
-from lightning_fcl.hub.documents import check_members
-from lightning_fcl.hub.source import download
+from lightning_fcl.io.download import download
+from lightning_fcl.io.paths import cache_folder
+from lightning_fcl.io.reading import check_members
 from lightning_fcl.library_errors import first_line
 
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)

@@ -1,29 +1,25 @@
-"""Files that are written under a temporary name and then renamed, and folders that go with their owner.
+"""Atomic writes, locks, and temporary directories that are removed with their owner.
 
-An interruption leaves nothing half-written. Temporary files and folders are locked as long as their owner lives: what a
-killed process has left is taken over or swept by the next one, and nothing is taken from the living. Names that come
-from a file or a message become paths by `inside` alone: what would lead out of its folder is refused.
+A file is written under a temporary name and then renamed, so that an interruption leaves no half-written file.
+Temporary files and directories are locked while their owner runs. The next process takes over or removes what a killed
+process has left.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
-import re
 import shutil
 import socket
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-from unicodedata import is_normalized
 
-from lightning_fcl.errors import FileAccessError, InvalidValueError, MissingFileError, NoRoomError
+from lightning_fcl.errors import FileAccessError, InvalidValueError, NoRoomError
+from lightning_fcl.io.paths import cache_folder
 
 if sys.platform != "win32":
     import fcntl
@@ -33,14 +29,9 @@ _CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, 
 _CLOSED |= {errno.ENAMETOOLONG}
 _LOCK = ".lock"
 _PREFIX = "lightning-fcl-"
-_SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
 _temporary: set[Path] = set()  # what a sudden end must not leave behind
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_temporary.clear)  # it is the parent's
-
-_LONGEST = 240  # bytes of a name: that of a temporary file beside it is a little longer
-_PLAIN = re.compile(r'[^/\\:*?"<>|]*[^/\\:*?"<>| .]')
-_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)( *\..*)?", re.IGNORECASE)
 
 
 @contextmanager
@@ -137,62 +128,6 @@ def occupied(folder: Path) -> Iterator[None]:
         if descriptor is not None:
             _remove(path)
             os.close(descriptor)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_sums(path: Path) -> dict[str, str]:
-    """The SHA-256 of each file that a list names; the list needs none of its own: damage makes it another's."""
-    lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
-    for line in lines:
-        if not _SUM.fullmatch(line):
-            raise InvalidValueError(
-                f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}.",
-                hint="Get it again.",
-            )
-    return dict(line.split(" ") for line in lines)
-
-
-def write_sums(path: Path, digests: Mapping[str, str]) -> Path:
-    return write_whole(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
-
-
-def existing(path: Path, what: str, remedy: str) -> Path:
-    """The path of a file that is there."""
-    if not path.is_file():
-        raise MissingFileError(f"Expected {what}{path} but found no such file. {remedy}")
-    return path
-
-
-def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
-    """What a file of JSON holds that this library has written, in a format that it knows."""
-    try:
-        content = json.loads(existing(path, what, remedy).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}. {remedy}") from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != form:
-        raise InvalidValueError(
-            f"Expected {path} to be of format {form} but it is of {'none' if found is None else found}: it is "
-            f"damaged, or another version of lightning-fcl wrote it. {remedy}"
-        )
-    return dict(content)
-
-
-def check_digest(path: Path, digest: str) -> None:
-    if sha256(existing(path, "", "Get it again.")) != digest:
-        raise InvalidValueError(
-            f"Expected {path} to be as it was published but its checksum is another: it is damaged.",
-            hint="Get it again.",
-        )
-
-
-def cache_folder() -> Path:
-    """The folder of what was downloaded: ``LIGHTNING_FCL_CACHE``, else one in the user's cache."""
-    return Path(os.environ.get("LIGHTNING_FCL_CACHE") or Path("~/.cache/lightning-fcl")).expanduser().absolute()
 
 
 class TemporaryFolder:
@@ -296,31 +231,3 @@ def _lock(path: Path, wait: bool = True) -> int | None:
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
                 return descriptor
         os.close(descriptor)  # its owner has renamed or removed it before it could be locked
-
-
-def inside(folder: Path, *names: object) -> Path:
-    """The path of what a file or a message names, if it lies in its folder.
-
-    A name, or each of several with ``/`` between them, is one that every system takes for itself alone: no ``..``, no
-    drive, nothing that is not printed, no space or dot at its end, in Unicode's form NFKC, of at most 240 bytes.
-
-    Args:
-        folder: The folder. It may be a link itself, but no link in it may lead out of it.
-    """
-    parts = [part for name in names for part in (name.split("/") if isinstance(name, str) else [name])]
-    plain = [part for part in parts if isinstance(part, str) and _is_plain(part)]
-    path = folder.joinpath(*plain)
-    root, real = os.path.realpath(folder), os.path.realpath(path)
-    if plain != parts or real == root or not Path(real).is_relative_to(root):
-        raise InvalidValueError(
-            f"Expected a plain name of something inside {folder} but got {'/'.join(map(str, names))[:300]!r}, which "
-            "may be taken for another or leads elsewhere.",
-            hint="Rename it, or do not use what names it.",
-        )
-    return path
-
-
-def _is_plain(name: str) -> bool:
-    """Whether it is one name, and the same to every system."""
-    plain = _PLAIN.fullmatch(name) and not _RESERVED.fullmatch(name) and is_normalized("NFKC", name)
-    return bool(plain) and name.isprintable() and len(name.encode()) <= _LONGEST

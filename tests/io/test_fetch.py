@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_fcl.hub.source import Layout, Source
+from lightning_fcl.io.download import Layout, Source
 
 FILES = {f"original/images/{n}.png": bytes(range(n, n + 200)) * 20 for n in range(10)} | {"original/train.csv": b"1,0"}
 ARCHIVES = ["x.zip", "x.tgz", "x.tar.gz"]

@@ -1,0 +1,41 @@
+"""SHA-256 checksums of files, and lists of them."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.reading import existing
+
+_SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """The SHA-256 of each file that a list names; the list needs none of its own: damage makes it another's."""
+    lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    for line in lines:
+        if not _SUM.fullmatch(line):
+            raise InvalidValueError(
+                f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}.",
+                hint="Get it again.",
+            )
+    return dict(line.split(" ") for line in lines)
+
+
+def write_sums(path: Path, digests: Mapping[str, str]) -> Path:
+    return write_whole(path, "".join(f"{name} {digests[name]}\n" for name in sorted(digests)))
+
+
+def check_digest(path: Path, digest: str) -> None:
+    if sha256(existing(path, "", "Get it again.")) != digest:
+        raise InvalidValueError(
+            f"Expected {path} to be as it was published but its checksum is another: it is damaged.",
+            hint="Get it again.",
+        )
