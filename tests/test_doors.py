@@ -22,7 +22,7 @@ from lightning_fcl.io.paths import inside
 NAMES = runpy.run_path(str(Path(__file__).with_name("names.py")))
 EVIL, TEXTS = NAMES["EVIL"], NAMES["TEXTS"]
 WHOLE = hashlib.sha256(b"whole").hexdigest()
-REFUSED = "Expected a plain name of something inside .*Rename it, or do not use what names it"
+REFUSED = "Expected a plain name of something inside .*Use a name of letters"
 
 
 @pytest.mark.parametrize("name", EVIL, ids=lambda name: ascii(name)[:40])

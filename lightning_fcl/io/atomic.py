@@ -66,13 +66,14 @@ def writing(path: Path, size: int | None = None, then: str = "go on from the new
             free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
             raise NoRoomError(
                 f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. "
-                f"Nothing that was there is lost. Make room, then {then}."
+                "Nothing that was there is lost.",
+                hint=f"Make room, then {then}.",
             ) from error
         if error.errno in _CLOSED:
             how = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
             raise FileAccessError(
                 f"Expected to write {path} but got: {error}.",
-                hint=f"Make its folder, one that can be written to, or name another{how}.",
+                hint=f"Create its folder, with permission to write, or use another folder{how}.",
             ) from error
         raise
 
@@ -222,7 +223,7 @@ def _lock(path: Path, wait: bool = True) -> int | None:
             os.close(descriptor)
             raise InvalidValueError(
                 f"Expected {path.parent} to be trained in by one process but process {owner} does so now.",
-                hint="Wait for its end, or choose another folder by `--out`.",
+                hint="Wait until that process ends, or use another folder with `--out`.",
             ) from None
         except OSError:
             os.close(descriptor)

@@ -12,7 +12,7 @@ from zipfile import BadZipFile, ZipFile
 from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
 from lightning_fcl.io.download import download
 from lightning_fcl.io.paths import cache_folder
-from lightning_fcl.io.reading import check_members
+from lightning_fcl.io.reading import LimitError, check_members
 from lightning_fcl.library_errors import first_line
 
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
@@ -27,7 +27,7 @@ def local_checkpoint(path: str | Path) -> Path:
     if not digest:
         raise InvalidValueError(
             f"Expected a checkpoint from afar to tell its SHA-256 but got {path}.",
-            hint="Append #sha256=... with its 64 digits, or download the file and look at it.",
+            hint="Append `#sha256=` and the 64 digits of the checksum, or download the file and pass its path.",
         )
     digest = digest.lower()
     return download(url, cache_folder() / "checkpoints" / f"{digest}.ckpt", digest)
@@ -56,7 +56,7 @@ def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, 
         raise DamagedFileError(
             f"Expected a whole checkpoint of tensors and plain values at {path} but could not read it ("
             f"{first_line(error)}).",
-            hint=_instead(file),
+            hint=error.hint if isinstance(error, LimitError) else _instead(file),
         ) from error
     return checkpoint
 
@@ -93,12 +93,12 @@ def checkpoint_of_run(run: Path) -> Path:
         raise InvalidValueError(
             f"Expected the folder of a run, with config.yaml and checkpoints, but got {run}, which is none, or none "
             "of its checkpoints is whole.",
-            hint="Give what was `--out` of `lightning-fcl fit`.",
+            hint="Pass the folder that `lightning-fcl fit` has written.",
         )
     return checkpoint
 
 
 def _instead(file: Path) -> str:
-    """The end of a message about a checkpoint that cannot be used."""
+    """Return the hint for a checkpoint that cannot be used."""
     newest = newest_checkpoint(file.parent)
-    return f" The newest whole one there is {newest}." if newest not in (None, file) else " Continue from another one."
+    return "Use another checkpoint." if newest in (None, file) else f"Use {newest}, the newest whole one there."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.atomic import write_whole
-from lightning_fcl.io.reading import existing
+from lightning_fcl.io.reading import AGAIN, existing
 
 _SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
 
@@ -24,7 +24,7 @@ def read_sums(path: Path) -> dict[str, str]:
         if not _SUM.fullmatch(line):
             raise InvalidValueError(
                 f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}.",
-                hint="Get it again.",
+                hint=AGAIN,
             )
     return dict(line.split(" ") for line in lines)
 
@@ -34,8 +34,8 @@ def write_sums(path: Path, digests: Mapping[str, str]) -> Path:
 
 
 def check_digest(path: Path, digest: str) -> None:
-    if sha256(existing(path, "", "Get it again.")) != digest:
+    if sha256(existing(path, "", "Get the file again.")) != digest:
         raise InvalidValueError(
             f"Expected {path} to be as it was published but its checksum is another: it is damaged.",
-            hint="Get it again.",
+            hint=AGAIN,
         )

@@ -32,7 +32,7 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
         if any(setting.lower() not in ("", "0", "false", "no") for setting in settings):
             raise ConnectionFailedError(
                 f"Expected {path} to be there, as nothing is downloaded in offline mode, but it is not.",
-                hint=f"Unset LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or put {url} there.",
+                hint=f"Unset LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or download {url} to this path by hand.",
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         pooch.get_logger().setLevel("WARNING")  # the bar shows it
@@ -46,8 +46,8 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
             ) from error
         except ValueError as error:
             raise InvalidValueError(
-                f"Expected the file of digest {digest} from {url} but got: {error}.",
-                hint="Nothing of it is kept. Ask its publisher for it, or for the digest that it has now.",
+                f"Expected the file of digest {digest} from {url} but got: {error}. Nothing of it is kept.",
+                hint="Try again. If the file has changed, ask its publisher for the new digest.",
             ) from error
     return path
 
@@ -133,10 +133,10 @@ class Source:
         for layout in self.layouts:
             if place := layout.find(root):
                 return layout.name, place
-        advice = self.by_hand.format(url=self.url, root=root) or f"Run {self.command}"
+        hint = self.by_hand.format(url=self.url, root=root) or f"Run {self.command}"
         if self.holds:
-            advice += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.holds}"
-        raise MissingFileError(f"Expected {self.title} below `root` but found nothing in {root}. {advice}.")
+            hint += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.holds}"
+        raise MissingFileError(f"Expected {self.title} below `root` but found nothing in {root}.", hint=f"{hint}.")
 
     def fetch(self, root: str | Path | None = None) -> Path:
         """Download the files, verify and unpack them, whole or not at all; what is there is not downloaded again."""
@@ -158,7 +158,7 @@ class Source:
         except Exception as error:  # whatever a damaged archive makes of its reader
             raise FileAccessError(
                 f"Expected to unpack {archive} to {target} but got: {error}.",
-                hint=f"Make room there, or delete what is in the way, and run {self.command} again.",
+                hint=f"Make room, or delete {target}, and run {self.command} again.",
             ) from error
         archive.unlink()
         return target

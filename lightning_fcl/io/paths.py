@@ -34,7 +34,7 @@ def inside(folder: Path, *names: object) -> Path:
         raise InvalidValueError(
             f"Expected a plain name of something inside {folder} but got {'/'.join(map(str, names))[:300]!r}, which "
             "may be taken for another or leads elsewhere.",
-            hint="Rename it, or do not use what names it.",
+            hint="Use a name of letters, digits, `_` and `-` that is no link to another folder.",
         )
     return path
 

@@ -17,19 +17,43 @@ LIMIT = "LIGHTNING_FCL_MAX_BYTES"
 _LEAST, _RATIO = 2_000_000_000, 20
 
 
+class LimitError(ValueError):
+    """Content of a file that exceeds a limit which the user can raise.
+
+    Args:
+        message: The content and the limit.
+        hint: How to raise the limit.
+    """
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
 @contextmanager
 def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
-    """Let whatever a damaged file makes of its reader be one message, which says ``what`` it should be."""
+    """Convert each error of this block into one error that names the file.
+
+    Args:
+        path: The file.
+        what: Expected content, after "Expected PATH".
+        remedy: Hint of the error.
+
+    Raises:
+        MissingFileError: If the file does not exist.
+        DamagedFileError: If reading raises another error.
+    """
     try:
         if path.exists() and not path.is_file():  # what is no file may never end
             raise ValueError(f"a {'folder' if path.is_dir() else 'device'}")
         yield
     except FileNotFoundError as error:
-        raise MissingFileError(f"Expected the file {path} but it is missing. {remedy}") from error
+        raise MissingFileError(f"Expected the file {path} but it is missing.", hint=remedy) from error
     except MemoryError:  # the machine's want, not the file's
         raise
     except Exception as error:
-        raise DamagedFileError(f"Expected {path} {what} but got: {first_line(error)}. {remedy}") from error
+        hint = error.hint if isinstance(error, LimitError) else remedy
+        raise DamagedFileError(f"Expected {path} {what} but got: {first_line(error)}.", hint=hint) from error
 
 
 def ensure(fits: object, otherwise: str) -> None:
@@ -39,17 +63,18 @@ def ensure(fits: object, otherwise: str) -> None:
 
 
 def check_size(size: int, packed: int = 0) -> None:
-    """Refuse contents that claim to be larger than is plausible, before they are unpacked.
+    """Raise ValueError if contents claim to be larger than is plausible, before they are unpacked.
 
-    That is above the larger of 2 GB and 20 times the file, or above the environment variable
-    ``LIGHTNING_FCL_MAX_BYTES`` where it is set.
+    The limit is the larger of 2 GB and 20 times the size of the file. The environment variable
+    ``LIGHTNING_FCL_MAX_BYTES`` replaces it.
     """
     setting = os.environ.get(LIMIT)
     if setting and not setting.isdecimal():
-        raise ValueError(f"{LIMIT}={setting}, which is no number of bytes")
+        raise LimitError(f"{LIMIT}={setting}, which is no number of bytes", f"Set {LIMIT} to a whole number.")
     limit = int(setting) if setting else max(_LEAST, _RATIO * packed)
     if size > limit:
-        raise ValueError(f"{size} bytes once read, above the limit of {limit} (set {LIMIT} to raise it)")
+        hint = f"{AGAIN} If the file is meant to be that large, set {LIMIT} to at least {size}."
+        raise LimitError(f"{size} bytes once read, above the limit of {limit}", hint)
 
 
 def check_members(archive: ZipFile, packed: int) -> None:
@@ -62,22 +87,28 @@ def check_members(archive: ZipFile, packed: int) -> None:
 
 
 def existing(path: Path, what: str, remedy: str) -> Path:
-    """The path of a file that is there."""
+    """Return the path of a file. Raise MissingFileError if there is no such file."""
     if not path.is_file():
-        raise MissingFileError(f"Expected {what}{path} but found no such file. {remedy}")
+        raise MissingFileError(f"Expected {what}{path} but found no such file.", hint=remedy)
     return path
 
 
 def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
-    """What a file of JSON holds that this library has written, in a format that it knows."""
+    """Return the content of a JSON file that this library has written.
+
+    Raises:
+        MissingFileError: If there is no such file.
+        InvalidValueError: If the file is no JSON, or has another format.
+    """
     try:
         content = json.loads(existing(path, what, remedy).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}. {remedy}") from error
+        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}.", hint=remedy) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != form:
         raise InvalidValueError(
             f"Expected {path} to be of format {form} but it is of {'none' if found is None else found}: it is "
-            f"damaged, or another version of lightning-fcl wrote it. {remedy}"
+            "damaged, or another version of lightning-fcl wrote it.",
+            hint=remedy,
         )
     return dict(content)

@@ -34,6 +34,14 @@ DEPTH = 100
 """How deep values may lie within values."""
 
 
+class _LimitError(yaml.YAMLError):
+    """A document beyond the limits, with a hint."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(f"{message} {hint}")
+        self.message, self.hint = message, hint
+
+
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML in which 1e-3 is a number, as in recipes; to PyYAML it is text."""
 
@@ -43,15 +51,19 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 
 def read_yaml(path: Path) -> Any:
     if path.is_block_device() or path.is_char_device():
-        raise InvalidValueError(f"Expected {path} to be a YAML file but it is a device.", hint="Name a file.")
+        raise InvalidValueError(
+            f"Expected {path} to be a YAML file but it is a device.", hint="Pass the path of a file."
+        )
     if not path.exists():
         raise MissingFileError(f"Expected a YAML file at {path} but there is none.")
     if (size := path.stat().st_size) > SIZE:
         raise InvalidValueError(
-            f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}.", hint="Cut it."
+            f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}.", hint="Shorten the file."
         )
     try:
         return load_yaml(path.read_text(encoding="utf-8"))
+    except _LimitError as error:
+        raise InvalidValueError(f"Expected {path} to be YAML but got: {error.message}", hint=error.hint) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidValueError(f"Expected {path} to be YAML but got: {one_line(error)}.") from error
 
@@ -106,20 +118,22 @@ def resolve_maker(path: str) -> Any:
 def check_yaml(text: str) -> None:
     """Refuse a document that is too large, too deep, or grows too large by its aliases."""
     if len(text) > SIZE:
-        raise yaml.YAMLError(f"Expected at most {SIZE} characters but got {len(text)}. Cut them.")
+        raise _LimitError(f"Expected at most {SIZE} characters but got {len(text)}.", "Shorten the document.")
     depth = 0
     for event in yaml.parse(text, _Loader):  # one by one: what composes them calls itself, and has no bound of its own
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEPTH:
-            raise yaml.YAMLError(f"Expected values within values, at most {DEPTH}, but got more. Write them flatter.")
+            raise _LimitError(f"Expected values within values, at most {DEPTH}, but got more.", "Nest fewer values.")
     try:
         root = yaml.compose(text, _Loader)
         if root is not None and _size(root, {}) > NODES:
-            raise yaml.YAMLError(
-                f"Expected at most {NODES} values but aliases repeat them more often. Write them out, or cut them."
+            raise _LimitError(
+                f"Expected at most {NODES} values but aliases repeat them more often.", "Use fewer aliases."
             )
     except RecursionError:
-        raise yaml.YAMLError("Expected values within values but one contains itself. Write it out.") from None
+        raise _LimitError(
+            "Expected values within values but one contains itself.", "Write the value out, without an alias."
+        ) from None
 
 
 def _size(node: yaml.Node, known: dict[int, int]) -> int:
@@ -130,7 +144,7 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
             name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
             if name in seen and name != "<<":  # PyYAML takes the last one, and says nothing
                 line = key.start_mark.line + 1
-                raise yaml.YAMLError(f"Expected each key once but got `{name}` again in line {line}. Leave one out.")
+                raise _LimitError(f"Expected each key once but got `{name}` again in line {line}.", "Leave one out.")
             seen.add(name)
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]

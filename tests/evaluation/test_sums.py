@@ -32,7 +32,7 @@ def test_what_is_no_list_is_refused(tmp_path, content):
 
 def test_a_file_that_is_missing_or_another_is_refused(tmp_path):
     path = tmp_path / "x"
-    with pytest.raises(FileNotFoundError, match=rf"Expected {path} but found no such file\. Get it again"):
+    with pytest.raises(FileNotFoundError, match=rf"Expected {path} but found no such file\. Get the file again"):
         check_digest(path, DIGEST)
     path.write_bytes(b"whole")
     check_digest(path, DIGEST)

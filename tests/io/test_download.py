@@ -167,7 +167,9 @@ def test_a_cache_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "file" / "cache"))
     (tmp_path / "file").write_text("no folder")
     path = cache_folder() / "file.bin"
-    with pytest.raises(OSError, match=rf"Expected to write {path} but got: .* name another by LIGHTNING_FCL_CACHE\."):
+    with pytest.raises(
+        OSError, match=rf"Expected to write {path} but got: .* use another folder by LIGHTNING_FCL_CACHE\."
+    ):
         download("http://127.0.0.1:1/file.bin", path, DIGEST)
 
 

@@ -152,7 +152,7 @@ GIGABYTES = 2**40
 LIMIT = "LIGHTNING_FCL_MAX_BYTES"
 # Bytes, or the length of a file of zeros that lies nowhere on the disk; and what the message says.
 BOMBS = {
-    "directory.npz": (member(header((5,)), 5_600_000_000), f"{LIMIT} to raise it"),
+    "directory.npz": (member(header((5,)), 5_600_000_000), f"set {LIMIT} to at least"),
     "header.npz": (member(header((GIGABYTES, 2), "<f8")), f"float64 of shape ({GIGABYTES}, 2) in the 128 bytes"),
     "nothing.npz": (member(header((GIGABYTES, 0))), f"uint8 of shape ({GIGABYTES}, 0) in the 128 bytes"),
     "text.npz": (member(header((GIGABYTES,), "<U0")), f"<U0 of shape ({GIGABYTES},) in the 128 bytes"),
@@ -168,7 +168,7 @@ BOMBS = {
     "text.pkl": (b"\x80\x04\x8d" + struct.pack("<Q", GIGABYTES) + b"N.", "but got: "),
     "memory.pkl": (b"\x80\x02Nr\xff\xff\xff\x7f.", "a memory of number 2147483647"),
     "sparse.npz": (GIGABYTES, "but got: "),
-    "sparse.txt": (GIGABYTES, f"{LIMIT} to raise it"),
+    "sparse.txt": (GIGABYTES, f"set {LIMIT} to at least"),
 }
 CHILD = """
 import resource, sys
