@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.library_errors import first_line
 from lightning_fcl.running.rows import find_recipes
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class DeviceReport(Command):
             shape = tuple(int(size) if size.isdecimal() else 0 for size in options.input.split(","))
             if min(shape) < 1:
                 raise InvalidValueError(
-                    f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {options.input}."
+                    f"Expected `--input` to be sizes with commas between them but got {options.input}.",
+                    hint="Write the sizes as in `--input 1,64,48`.",
                 )
         parts = read_parts(find_recipes([*options.recipes, *options.config]))
         if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
@@ -93,8 +95,8 @@ def _of_data(parts: RecipeParts, required: bool) -> tuple[tuple[int, ...], int, 
     except FileNotFoundError as error:
         if required:
             raise MissingFileError(
-                "Expected the recipe's data, for the shape of a sample, but they are not there.",
-                hint=f"Give the shape with --input, as in --input 1,64,48. ({error})",
+                f"Expected the recipe's data, for the shape of a sample, but got: {first_line(error, 500)}",
+                hint="Pass the shape with `--input`, as in `--input 1,64,48`.",
             ) from error
         return (), SAMPLES, NODES
     rounds = stream.plan.train
@@ -190,7 +192,8 @@ class Deploy(Command):
         kind = "*.toml" if options.what == "flower" else "*.npz"
         if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
             raise InvalidValueError(
-                f"Expected a folder of its own at {out} but it holds something else.", hint="Choose another by --out."
+                f"Expected a folder of its own at {out} but it holds something else.",
+                hint="Use an empty folder with `--out`.",
             )
         from lightning_fcl.running.fit import resolve_recipe
         from lightning_fcl.running.parts import read_parts

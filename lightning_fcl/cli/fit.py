@@ -69,7 +69,11 @@ class Fit(Command):
         given = {name: getattr(options, name) for name in ("out", "seed_everything", "ckpt_path")}
         for name, value in given.items():
             if value == "":
-                raise MissingValueError(f"Expected a value behind `--{name}` but got none.", argument=f"--{name}")
+                raise MissingValueError(
+                    f"Expected a value behind `--{name}` but got none.",
+                    hint=f"Write --{name}=VALUE, or leave it out.",
+                    argument=f"--{name}",
+                )
         printed = options.print_config is not None
         if continues := len(options.recipes) == 1 and is_run(Path(options.recipes[0])):
             recipe = recipe_of_run(Path(options.recipes[0]), options)
@@ -127,7 +131,7 @@ def _free_folder(options: Namespace) -> Path:
     above = next(one for one in [folder, *folder.parents] if one.exists())
     if not above.is_dir():
         raise InvalidValueError(
-            f"Expected a folder for results at {out} but {above} is a file.", hint="Choose another by `--out`."
+            f"Expected a folder for results at {out} but {above} is a file.", hint="Use another folder with `--out`."
         )
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(one for one in chain([folder], numbered) if run_of(one / CONFIG) is None)
@@ -204,7 +208,7 @@ class Test(Command):
         else:
             raise MissingValueError(
                 "Expected a checkpoint to test but got none.",
-                hint="Name a run's folder, as in lightning-fcl test runs/fit.",
+                hint="Pass the folder of a run, as in `lightning-fcl test runs/fit`.",
             )
         if options.out:
             recipe = recipe.with_values({"out": options.out})
@@ -243,7 +247,7 @@ class Cp(Command):
     def run(self, options: Namespace) -> None:
         if options.file.exists() and not options.force:
             raise InvalidValueError(
-                f"Expected a new file but {options.file} is there.", hint="Name another, or say --force."
+                f"Expected a new file but {options.file} is there.", hint="Use another file name, or pass `--force`."
             )
         write_whole(options.file, flat(find_recipe(options.recipe)))
         print(f"{options.file}: train it with {shlex.join(['lightning-fcl', 'fit', str(options.file)])}")

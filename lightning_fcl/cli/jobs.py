@@ -153,7 +153,7 @@ def side_by_side(
         if not stop.signal:
             raise InvalidStateError(
                 "Expected each worker to end its runs but one was killed, perhaps because memory ran out.",
-                hint="The same command continues the runs. Fewer --workers need less memory.",
+                hint="Run the same command again, with fewer `--workers` to need less memory.",
             ) from error
     finally:  # not `with`: its exit would let what is still queued run to its end after an error
         pool.shutdown(cancel_futures=True)

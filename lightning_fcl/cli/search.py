@@ -67,13 +67,21 @@ class Search:
         if self.trials is None and self.sampler != "grid":
             raise MissingValueError(
                 f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.",
+                hint="Set `trials`, or pass `--trials`.",
                 argument="trials",
             )
         if not self.space:
-            raise MissingValueError("Expected `space` to have a line for each setting but got none.", argument="space")
+            raise MissingValueError(
+                "Expected `space` to have a line for each setting but got none.",
+                hint="Write a line for each setting to search for, as in `space: {data.batch_size: [16, 32]}`.",
+                argument="space",
+            )
         one_of(self.cases or (None,), case=self.case)
         if twice := sorted({*self.fixed} & {*self.space}):
-            raise InvalidValueError(f"Expected settings in `space` or in `cases` but got {twice[0]} in both.")
+            raise InvalidValueError(
+                f"Expected settings in `space` or in `cases` but got {twice[0]} in both.",
+                hint=f"Remove {twice[0]} from one of them.",
+            )
         _ = self.distributions  # refuses a line that is not understood
 
     @classmethod
@@ -88,8 +96,8 @@ class Search:
         if {*SECTIONS} & {*content}:
             raise InvalidValueError(
                 f"Expected {path} to be a search file but got a recipe.",
-                hint=f"Write a search file with `configs: [{path.name}]`, `objective` and `space`: lightning-fcl tune "
-                "--help shows one.",
+                hint=f"Write a search file with `configs: [{path.name}]`, `objective` and `space`, as in "
+                "`lightning-fcl tune --help`.",
                 value=path,
             )
         space, cases = (content.pop(name, {}) for name in ("space", "cases"))
@@ -106,7 +114,8 @@ class Search:
         recipes = tuple(path.parent / name for name in search.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
             raise MissingValueError(
-                f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}."
+                f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.",
+                hint="Write their paths relative to the folder of the search file.",
             )
         if row is None:
             return replace(search, recipe=Recipe(recipes))
@@ -117,7 +126,7 @@ class Search:
     def with_trials_of(self, file: Path) -> Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
         expected = f"to be the trials.csv of a search for {self.objective} over the same space"
-        with reading(file, expected, "Name another by --among."):
+        with reading(file, expected, "Pass another file with `--among`."):
             trials = pd.read_csv(file, dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
                 raise ValueError(f"it has no column {missing[0]}")
@@ -127,7 +136,10 @@ class Search:
                 {key: _value(trials[key][row], what) for key, what in self.distributions.items()} for row in order
             )
         if not points:
-            raise MissingValueError(f"Expected trials that have succeeded in {file} but there are none.")
+            raise MissingValueError(
+                f"Expected trials that have succeeded in {file} but there are none.",
+                hint="Pass another file with `--among`.",
+            )
         return replace(self, sampler="grid", points=points)
 
     @property
@@ -150,7 +162,8 @@ class Search:
             assert isinstance(what, IntDistribution | FloatDistribution)
             if what.step is None:
                 raise InvalidValueError(
-                    f"Expected choices or a `step` for `{key}`: the grid sampler cannot go through {what}."
+                    f"Expected choices or a `step` for `{key}` but the grid sampler cannot go through {what}.",
+                    hint="Add a `step`, or use `sampler: random`.",
                 )
             number = round((what.high - what.low) / what.step) + 1
             points.append([round(what.low + index * what.step, 12) for index in range(number)])
@@ -165,22 +178,22 @@ class Search:
 
 
 def _distribution(key: str, what: Any) -> BaseDistribution:
-    problem = ""
+    problem, hint = "", "Write a list, as in [16, 32], or {low: 0.0, high: 1.0}."
     if isinstance(what, list) and what:
         labels = [_label(choice) for choice in what]
         if len(set(labels)) == len(labels):
             return CategoricalDistribution(labels)
-        problem = " The choices are not all different."
+        problem, hint = " with equal choices", "List each choice once."
     elif isinstance(what, dict) and {"low", "high"} <= set(what) <= {"low", "high", "step", "log"}:
         whole = all(type(what.get(name, 1)) is int for name in ("low", "high", "step"))
         try:
             return IntDistribution(**what) if whole else FloatDistribution(**what)
         except (ValueError, TypeError) as error:
-            problem = f" {error}"
+            problem, hint = f" ({one_line(error)})", "Choose `low` below `high`, and a `step` above 0 or `log: true`."
     raise InvalidValueError(
         f"Expected the space of `{key}` to be a list of choices, or {{low: ..., high: ...}} with `step: ...` or `log: "
-        f"true`, but got {what}.",
-        hint=problem,
+        f"true`, but got {what}{problem}.",
+        hint=hint,
     )
 
 

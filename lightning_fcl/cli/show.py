@@ -104,7 +104,7 @@ class Data(Command):
             raise InvalidValueError(
                 f"Expected no arguments of a recipe for `data {options.action}` but got "
                 f"{shlex.join(Recipe(tuple(options.layers)).words)}.",
-                hint="Leave it out. `data show` takes them.",
+                hint="Leave them out, or use `lightning-fcl data show`.",
             )
         from lightning_fcl.data import datasets
 
@@ -138,7 +138,10 @@ def _show(options: Namespace) -> None:
     from lightning_fcl.running.parts import read_parts
 
     if options.out is not None and options.out.suffix != ".png":
-        raise InvalidValueError(f"Expected `--out` to be a file that ends in .png but got {options.out}.")
+        raise InvalidValueError(
+            f"Expected `--out` to be a file that ends in .png but got {options.out}.",
+            hint=f"Use `--out {options.out.with_suffix('.png')}`.",
+        )
     stream = read_parts(find_recipes(options.names).with_layers(*options.layers)).datamodule
     stream.features = None  # who sees what does not ask for them
     stream.setup("fit")

@@ -115,7 +115,8 @@ def run_rows(
         jobs = {name: done for name, runs in jobs.items() if (done := [job for job in runs if finished(job)])}
         if not jobs:
             raise MissingValueError(
-                f"Expected finished runs in {out} or {kept} but there are none.", hint="Leave out --finished."
+                f"Expected finished runs in {out} or {kept} but there are none.",
+                hint="Leave out `--finished`, which trains the runs.",
             )
     run_jobs([job for runs in jobs.values() for job in runs], workers)
     return jobs

@@ -150,7 +150,7 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
         raise InvalidValueError(
             f"Expected the search of which {out} has trials but the search file, a recipe of it, the seed or the "
             "version is another.",
-            hint="Take back the change, choose another --out, or begin anew with --restart, which deletes them.",
+            hint="Undo the change, use another folder with `--out`, or delete these trials with `--restart`.",
         )
     return jobs
 
@@ -220,7 +220,7 @@ def settle(
     if len(failures) >= _PATIENCE and len({*failures.values()}) == 1 and not _trials(study, TrialState.COMPLETE):
         raise InvalidValueError(
             f"The first {len(failures)} trials all failed: {problem.rstrip('.')}.",
-            hint="Correct the cause, then use --restart.",
+            hint="Correct the cause, then run the command with `--restart`.",
         )
 
 
@@ -238,7 +238,7 @@ def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, str
         reason = next(iter(failures.values()))
         raise InvalidValueError(
             f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}.",
-            hint="Correct the cause, then use --restart.",
+            hint="Correct the cause, then run the command with `--restart`.",
         )
     plot = charts.write_png(out / "trials.png", trials_figure(study, search))
     recipe = write_best(study.best_trial, len(frame), search, named, out)

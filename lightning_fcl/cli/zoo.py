@@ -77,7 +77,8 @@ def _fetch(options: Namespace) -> None:
     names = list_models() if options.all else options.names
     if not names:
         raise MissingValueError(
-            "Expected names to fetch, or --all, but got none.", hint="`lightning-fcl zoo ls` lists them."
+            "Expected names to fetch, or --all, but got none.",
+            hint="Pass a name of `lightning-fcl zoo ls`, or `--all`.",
         )
     for name in names:
         folder = folder_of(name)

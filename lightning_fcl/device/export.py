@@ -125,8 +125,8 @@ def export_int8_onnx(
         if (share := float(same.double().mean())) < agreement:
             raise InvalidValueError(
                 f"Expected at least {agreement} of the largest outputs to be PyTorch's but got {share:.2f} of "
-                f"{len(example)}.",
-                hint="Nothing was written; pass more `calibration`, or use `export_onnx`.",
+                f"{len(example)}. Nothing was written.",
+                hint="Pass more inputs in `calibration`, or use `export_onnx`.",
             )
     return share
 
@@ -208,7 +208,7 @@ def _check_example(example: Tensor) -> None:
     if example.dim() < 2 or len(example) == 0:
         raise InvalidValueError(
             f"Expected `example` to be a batch of at least one input but got the shape {tuple(example.shape)}.",
-            hint="Pass some of the inputs that the module will see.",
+            hint="Pass inputs of the shape (n, ...) with n of at least 1.",
             argument="example",
         )
 
@@ -231,8 +231,8 @@ def _keep_if_equal(
         if not all(difference <= tolerance for difference in differences):
             raise InvalidValueError(
                 f"Expected the exported file to agree with PyTorch within {tolerance} but got differences of "
-                f"{differences}.",
-                hint="Nothing was written; raise `tolerance` if they are acceptable.",
+                f"{differences}. Nothing was written.",
+                hint="Raise `tolerance` if you accept such differences.",
             )
     return max(differences)
 

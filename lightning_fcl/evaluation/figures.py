@@ -129,7 +129,7 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
         if not any(len(task_curves(run["record"])[0]) for run in runs):
             raise InvalidValueError(
                 f"Expected clients with several tasks in the results of row {row} but none was tested.",
-                hint="Let `ContinualMetrics` test the clients.",
+                hint="Run the row with `ContinualMetrics(clients=True)`.",
             )
     accuracy = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[0] for run in runs))
     lost = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
@@ -198,7 +198,7 @@ def draw_densities(panels: Panels, title: str, experiences: bool = False) -> Spe
             if not all(every):
                 raise MissingValueError(
                     f"Expected `densities` in the results of row {row} but got none.",
-                    hint="Add `ActivationDensity` to its callbacks and train to the end of an experience.",
+                    hint="Add `ActivationDensity` to the callbacks of the row and train to the end of an experience.",
                     argument="densities",
                 )
             means = [np.mean([one["all"] for one in entries], axis=0) for entries in zip(*every, strict=False)]

@@ -107,7 +107,7 @@ def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | 
 def read_results(folder: str | Path) -> dict[str, Any]:
     """Read ``results.json`` of a run's folder, if it is as it was written."""
     path = Path(folder) / "results.json"
-    results = read_json(path, "the run's results in ", FORMAT, "Name the folder of a finished run, or repeat it.")
+    results = read_json(path, "the run's results in ", FORMAT, "Pass the folder of a finished run, or repeat the run.")
     checksum = results.pop("checksum", None)
     if checksum != _checksum(results):
         raise InvalidValueError(

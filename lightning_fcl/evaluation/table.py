@@ -151,7 +151,8 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
         row, seed = one["recipe"]["row"] if one["recipe"] else one["command"], one["seed"]
         if seed in rows.setdefault(row, {}):
             raise InvalidValueError(
-                f"Expected one run per row and seed but got two of {row}, seed {seed}.", hint="Drop one."
+                f"Expected one run per row and seed but got two of {row}, seed {seed}.",
+                hint="Leave out one of the two runs.",
             )
         rows[row][seed] = one
     found: dict[str, dict[str, Cell]] = {}
@@ -213,7 +214,7 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
 
 def read_table(path: str | Path) -> Table:
     """Read and check a ``table.json``."""
-    path, again = Path(path), "Write it anew with `lightning-fcl reproduce`."
+    path, again = Path(path), "Write it again with `lightning-fcl reproduce`."
     content = read_json(path, "a table in ", _FORMAT, again)
     try:
         rows = {
@@ -228,7 +229,7 @@ def read_table(path: str | Path) -> Table:
         }
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidValueError(f"Expected {path} to hold a table but got: {error!r}. {again}") from error
+        raise InvalidValueError(f"Expected {path} to hold a table but got: {error!r}.", hint=again) from error
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -58,7 +58,7 @@ def convert_errors() -> Iterator[None]:
             raise
         raise InvalidValueError(
             f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}.",
-            hint="Continue from another one, or start without `ckpt_path`.",
+            hint="Use another checkpoint, or leave `ckpt_path` out.",
             argument="ckpt_path",
         ) from error
 
@@ -79,6 +79,7 @@ def convert_lightning_error(error: Exception) -> InvalidValueError | None:
     if found := match_error(error, LibraryError.SEED_BOUNDS):
         return InvalidValueError(
             f"Expected `seed_everything` to be from 0 to {found[2]} but got {found[1]}.",
+            hint="Use a seed in this range, such as 0.",
             argument="seed_everything",
             value=int(found[1]),
         )
@@ -164,7 +165,7 @@ class _Diagnosis:
         if "model" in self._bases and "model" not in content:
             raise MissingValueError(
                 "Expected a recipe with a `model` but got none.",
-                hint="Name one, as in lightning-fcl fit quickstart.",
+                hint="Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
                 argument="model",
             )
 
@@ -249,6 +250,7 @@ class _Diagnosis:
         if not more and ("." in str(first) or isinstance(inner, Mapping)):
             raise InvalidValueError(
                 f"Expected {{class_path: {first}, init_args: {{...}}}} but got {dict(value)}.",
+                hint=f"Write {{class_path: {first}, init_args: {inner}}}.",
                 argument=path,
                 value=value,
             )
@@ -289,14 +291,14 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
         if len(found) > 1:
             raise InvalidValueError(
                 f"Expected one class {name} but there are {len(found)}.",
-                hint=f"Write its module, too: {listed(found)}.",
+                hint=f"Write the full name of one of them: {listed(found)}.",
                 argument=path,
                 value=name,
             )
         if not found:
             raise UnknownNameError(
                 f"Expected `{path}` to be {_described(bases)} but got {name}.",
-                hint=did_you_mean(name, known) or "Write the module of the class, too, as in torch.optim.SGD.",
+                hint=did_you_mean(name, known) or "Write the full name of a class, as in torch.optim.SGD.",
                 argument=path,
                 value=name,
             )
@@ -315,7 +317,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
         raise InvalidValueError(
             f"Expected a class of a module that can be imported but {module} raised {type(error).__name__}: "
             f"{first_line(error)}.",
-            hint=f'Correct it until `python -c "import {module}"` works.',
+            hint=f'Correct {module} until `python -c "import {module}"` works.',
             argument=path,
             value=name,
         ) from error
@@ -332,7 +334,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
             return made
         raise InvalidTypeError(
             f"Expected a class but got {name}, a {type(made).__name__}.",
-            hint="Name a class in `class_path`.",
+            hint="Write the full name of a class in `class_path`.",
             argument=path,
             value=name,
         )
@@ -399,7 +401,7 @@ def _described(bases: tuple[type, ...]) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    return did_you_mean(name, known) or f"There are {', '.join(known)}."
+    return did_you_mean(name, known) or f"Use one of {', '.join(known)}."
 
 
 def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
@@ -413,7 +415,7 @@ def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mappin
                 known |= {one: f"{prefix}{argument}.{one}" for one in inner if one not in known}
     if near := nearest_name(name, known):
         return f"Did you mean {known[near]}?"
-    return "" if path in SECTIONS else f"There are {listed(names)}."
+    return "" if path in SECTIONS else f"Use {listed(names)}."
 
 
 def check_class_paths(content: object) -> None:

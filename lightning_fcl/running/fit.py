@@ -184,7 +184,7 @@ class FederatedCLI(LightningCLI):
                 raise InvalidValueError(
                     "Expected `weights_only` to be true but got false: a checkpoint is read as tensors and plain "
                     "values alone.",
-                    hint="Leave it out.",
+                    hint="Leave `weights_only` out.",
                     argument="weights_only",
                 )
             config["ckpt_path"], config["weights_only"] = str(local_checkpoint(config["ckpt_path"])), True
@@ -338,8 +338,7 @@ def refuse_no_round(trainer: L.Trainer) -> NoReturn:
     raise InvalidValueError(
         f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` ended "
         "it before its first.",
-        hint="Raise it, or leave it out: the stream's rounds are trained then. `lightning-fcl validate` tries a recipe "
-        "without training.",
+        hint="Increase it, or leave it out to train all rounds of the stream.",
     )
 
 

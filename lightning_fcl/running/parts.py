@@ -73,7 +73,10 @@ class RecipeParts(FederatedCLI):
 def read_parts(recipe: Recipe) -> RecipeParts:
     """Make the parts that a recipe names."""
     if not recipe.files:
-        raise MissingValueError("Expected at least one recipe but got none.", hint="Name it, as in quickstart.")
+        raise MissingValueError(
+            "Expected at least one recipe but got none.",
+            hint="Pass the name or the file of a recipe, such as quickstart.",
+        )
     return make_cli(recipe.with_values({"seed_everything": False}).content(), RecipeParts, runs=False)
 
 

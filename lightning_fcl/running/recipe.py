@@ -111,7 +111,7 @@ class Recipe:
                 if name in ("subcommand", "config"):
                     raise UnknownNameError(
                         f"Expected {', '.join(SECTIONS[:3])} or the like in a recipe but got `{name}`.",
-                        hint="Name further recipes on the command line, as in --config FILE.",
+                        hint="Pass further recipes on the command line, as in `--config FILE`.",
                         argument=str(name),
                     )
                 if name in SECTIONS:
@@ -124,11 +124,14 @@ class Recipe:
 def read_recipe_file(path: Path) -> dict[str, Any]:
     """Return the content of a recipe's file."""
     if not path.exists():
-        raise MissingFileError(f"Expected a recipe at {path} but there is no such file.")
+        raise MissingFileError(
+            f"Expected a recipe at {path} but there is no such file.",
+            hint="Pass an existing file, or a name of `lightning-fcl ls recipes`.",
+        )
     if path.is_dir():
         raise InvalidValueError(
             f"Expected a recipe at {path} but it is a folder.",
-            hint="Name a file, or the folder of a run as in lightning-fcl fit runs/fit.",
+            hint="Pass a file, or the folder of a run, as in `lightning-fcl fit runs/fit`.",
             value=path,
         )
     content = read_yaml(path)
@@ -159,7 +162,11 @@ def take_settings(words: Sequence[str], known: Collection[str]) -> tuple[list[st
         option, equals, value = word.partition("=")
         if option == "--config":
             if not equals and not more:
-                raise MissingValueError("Expected a file behind `--config` but got none.", argument="--config")
+                raise MissingValueError(
+                    "Expected a file behind `--config` but got none.",
+                    hint="Write --config=FILE.",
+                    argument="--config",
+                )
             layers.append(Path(value if equals else more.pop(0)))
         elif not option.startswith("--") or option == "--" or option in known:
             rest.append(word)

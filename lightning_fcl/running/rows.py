@@ -204,7 +204,7 @@ def find_recipe(name: str) -> Row:
         raise MissingFileError(
             f"Expected a run's folder or a recipe at {name} but there is "
             f"{'another folder' if Path(name).is_dir() else 'none'}.",
-            hint="Name a folder that `lightning-fcl fit` has written, or a YAML file.",
+            hint="Pass a folder that `lightning-fcl fit` has written, or a YAML file.",
             value=name,
         )
     plain, _, scale = name.partition("@")
@@ -213,7 +213,7 @@ def find_recipe(name: str) -> Row:
         known = named_recipes(scale or "paper")
         raise UnknownNameError(
             f"Expected the name of a recipe, or of a YAML file, but got {name}.",
-            hint=f"{did_you_mean(plain, known)} `lightning-fcl ls recipes` lists them.",
+            hint=f"{did_you_mean(plain, known)} List all names with `lightning-fcl ls recipes`.",
         )
     return known[plain]
 

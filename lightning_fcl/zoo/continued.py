@@ -23,6 +23,7 @@ from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.io.atomic import TemporaryFolder
 from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.io.checksums import check_digest
+from lightning_fcl.io.reading import AGAIN
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.running.parts import RecipeParts, with_checkpoint
@@ -109,7 +110,7 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
             raise InvalidValueError(
                 f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.outputs}, but got {classes}: "
                 "only a readout that is solved for learns more than it was made for.",
-                hint="`create_model(..., num_classes=...)` gives a new head.",
+                hint="Leave `classes` out, or make a new head with `create_model(..., num_classes=...)`.",
             )
     check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)
@@ -120,7 +121,7 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
         if any(here.get(name, value) != value for name, value in kept["fingerprint"].items()):
             raise InvalidValueError(
                 f"Expected `clients` of the published recipe, seed and data but {clients} is of others.",
-                hint="Leave it out.",
+                hint="Leave `clients` out.",
                 argument="clients",
             )
         kept["clients"] = dict(own["clients"])
@@ -181,7 +182,7 @@ def read_continuation(path: Path) -> dict[str, Any]:
             content = _joined(json.loads(file.metadata()[_PLAIN]), tensors)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"Expected {path} to hold what a server goes on from but got: {error}.", hint="Get it again."
+            f"Expected {path} to hold what a server goes on from but got: {error}.", hint=AGAIN
         ) from error
     return dict(content)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from lightning_fcl.data.datasets.arrays import Measurement
 from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.io.checksums import check_digest, read_sums, sha256, write_sums
+from lightning_fcl.io.reading import AGAIN
 from lightning_fcl.io.safe_yaml import parse, read_yaml
 
 SUMS = "files.txt"
@@ -104,7 +105,7 @@ def read_entry(config: Path) -> Entry:
     network, recipe, measured = told.pop("network", None), told.pop("recipe", {}), told.pop("measurement", None)
     if not isinstance(network, Mapping) or not isinstance(recipe, Mapping):
         raise InvalidValueError(
-            f"Expected {config} to describe a network and a recipe by name but it does not.", hint="Get it again."
+            f"Expected {config} to describe a network and a recipe by name but it does not.", hint=AGAIN
         )
     measurement = None if measured is None else parse(Measurement, measured, f"the measurement of {config}")
     return parse(Entry, told, config, network=network, recipe=recipe, measurement=measurement)
@@ -123,14 +124,14 @@ def read_files(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     if not path.is_file():
         raise MissingFileError(
-            f"Expected {SUMS} in {folder} but found none.", hint="Name the folder of a published model."
+            f"Expected {SUMS} in {folder} but found none.", hint="Pass the folder of a published model."
         )
     digests = read_sums(path)
     if not {CONFIG, WEIGHTS} <= digests.keys() <= {*FILES}:
         raise InvalidValueError(
             f"Expected {path} to name {CONFIG}, {WEIGHTS} and none but {', '.join(FILES)} but got "
             f"{', '.join(digests)[:300]}.",
-            hint="Get it again, or ask its publisher.",
+            hint=AGAIN,
         )
     return digests
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.errors import InvalidValueError, UnknownNameError, at_least, check_arguments, did_you_mean
 from lightning_fcl.federation.aggregation import check_state
+from lightning_fcl.io.reading import AGAIN
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.models.described import Described, rebuild
 from lightning_fcl.models.esn import EchoStateNetwork
@@ -93,7 +94,7 @@ def create_model(
             hint = did_you_mean(name.lower(), known)
             raise UnknownNameError(
                 f"Expected the name of published weights but {name} is a class of networks.",
-                hint=f"{hint} Published are {', '.join(known)}.",
+                hint=f"{hint} Use one of the published names: {', '.join(known)}.",
             )
         if num_classes is not None:
             arguments["num_classes"] = num_classes
@@ -123,7 +124,7 @@ def pretrained_reservoir(name: str) -> EchoStateNetwork:
     if not isinstance(network, ReservoirReadout):
         names = ", ".join(list_models("esn.*"))
         raise InvalidValueError(
-            f"Expected the name of a published reservoir but got {name!r}.", hint=f"There are {names}."
+            f"Expected the name of a published reservoir but got {name!r}.", hint=f"Use one of {names}."
         )
     return network.reservoir
 
@@ -137,7 +138,7 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
             raise InvalidValueError(
                 f"Expected {entry.full_name} to give the published outputs of the published input but they differ by "
                 f"{difference:.2g} of the largest.",
-                hint="Report it, with your torch and processor; check=False loads it.",
+                hint="Report it as an issue, with your torch version and processor, or load it with `check=False`.",
             )
     return pretrained
 
@@ -177,7 +178,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise InvalidValueError(f"Expected {path} to hold tensors but got: {error}.", hint="Get it again.") from error
+        raise InvalidValueError(f"Expected {path} to hold tensors but got: {error}.", hint=AGAIN) from error
 
 
 def _with_head(network: Described, num_classes: int) -> nn.Module:

@@ -92,7 +92,9 @@ class Pretrained(nn.Module):
                 )
             if prepared.dtype.kind == "f" and not np.isfinite(prepared).all():
                 raise InvalidValueError(
-                    "Expected `x` to be finite but got NaN or infinite values.", hint="Mend or drop them.", argument="x"
+                    "Expected `x` to be finite but got NaN or infinite values.",
+                    hint="Replace these values, or drop these samples.",
+                    argument="x",
                 )
         tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(weight.device)
         return tensor.to(weight.dtype) if tensor.is_floating_point() else tensor
@@ -111,8 +113,7 @@ class Pretrained(nn.Module):
         if not self.entry.classes:
             raise InvalidValueError(
                 f"Expected a network that names classes but {self.entry.name} gives features.",
-                hint="Use `embed`, or give it a head: lightning_fcl.create_model(name, pretrained=True, "
-                "num_classes=...).",
+                hint="Use `embed`, or add a head with `create_model(name, pretrained=True, num_classes=...)`.",
             )
         rows = self.probabilities(self(self.prepare(x, rate, units))).tolist()
         predictions = []
@@ -177,7 +178,7 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
     except ValueError as error:
         raise InvalidValueError(
             f"Expected {path} to hold numbers, as many in each line, but got: {first_line(error)}.",
-            hint="Mend that line.",
+            hint="Correct this line of the file.",
         ) from error
     shape, axes, channels = tuple(entry.shape), tuple[str, ...](), tuple[str, ...]()
     if entry.measurement is not None and "time" in entry.measurement.axes:
@@ -188,7 +189,7 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
             raise InvalidValueError(
                 f"Expected {path} to have {steps} lines for each sample but got {len(table)}, which leaves "
                 f"{len(table) % steps} over.",
-                hint="Cut them.",
+                hint="Delete these lines.",
             )
         series = table.reshape(-1, steps, len(channels))
         return series if axes.index("time") == 0 else series.transpose(0, 2, 1)

@@ -111,7 +111,7 @@ def publish(
     if "://" in str(to):
         raise InvalidValueError(
             f"Expected `to` to be a folder but got {to}.",
-            hint="Publish to a folder, then bring that there.",
+            hint="Publish to a folder, then copy the folder to the URL.",
             argument="to",
             value=to,
         )
@@ -119,7 +119,7 @@ def publish(
     if head is not None and head.entry is not None and head.entry.name != name:
         raise InvalidValueError(
             f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}.",
-            hint="Publish to a repository of its own.",
+            hint="Use another repository.",
         )
     run = Path(run)
     results = read_results(run)

@@ -30,6 +30,7 @@ from lightning_fcl.io.atomic import locked, replacing, writing
 from lightning_fcl.io.checksums import check_digest, read_sums, sha256, write_sums
 from lightning_fcl.io.download import download
 from lightning_fcl.io.paths import cache_folder, inside
+from lightning_fcl.io.reading import AGAIN
 from lightning_fcl.zoo.entry import CONFIG, CONTINUE, FILES, SUMS, Entry, read_entry, read_files, read_folder
 
 _REPOSITORY = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<commit>[0-9a-f]{40}))?")
@@ -90,7 +91,7 @@ def upload(folder: Path, head: Head, message: str) -> str:
     return f"hf:{head.repository}@{commit.oid}"
 
 
-_LOG_IN = "Log in by `hf auth login` with a token that may write, and try again."
+_LOG_IN = "Log in with `hf auth login` and a token that may write, and try again."
 
 
 @contextmanager
@@ -104,7 +105,7 @@ def _speaking(what: str, remedy: str) -> Iterator[Any]:
         except Exception as error:
             if isinstance(error, OSError) and error.errno:  # the disk's
                 raise
-            raise ConnectionFailedError(f"Expected to {what} but got: {error}. {remedy}") from error
+            raise ConnectionFailedError(f"Expected to {what} but got: {error}.", hint=remedy) from error
 
 
 REGISTRY, LOCK = "registry.txt", ".registry.lock"
@@ -161,7 +162,7 @@ class Published:
             raise MissingFileError(
                 f"Expected the files of {self.folder} in {own} but this installation does not have them: they are too "
                 "large to travel with the package, or their data's licence does not let them.",
-                hint="Point LIGHTNING_FCL_ZOO at the folder `zoo` of a checkout, or at a URL that serves it.",
+                hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves it.",
             )
         download(f"{self.url}/{self.folder}/{SUMS}", cached / SUMS, self.digest)
         for name, digest in read_files(cached).items():
@@ -174,7 +175,7 @@ class Published:
         if entry.folder != self.folder:
             raise InvalidValueError(
                 f"Expected the folder of {entry.full_name} to have its name but got {self.folder}.",
-                hint="Ask its publisher.",
+                hint=f"Rename the folder to {entry.folder}, also in {REGISTRY}.",
             )
         return entry
 
@@ -221,7 +222,8 @@ def find(name: str) -> Published:
             return max(own, key=lambda one: one.version)
     hint = did_you_mean(base, list_models())
     raise UnknownNameError(
-        f"Expected the name of a published model but got {name!r}.", hint=f"{hint} `lightning-fcl zoo ls` lists them."
+        f"Expected the name of a published model but got {name!r}.",
+        hint=f"{hint} List all names with `lightning-fcl zoo ls`.",
     )
 
 
@@ -261,7 +263,7 @@ def read_registry(file: Path, url: str = "") -> list[Published]:
     for folder in digests:
         if not _FOLDER.fullmatch(folder):
             raise InvalidValueError(
-                f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}.", hint="Get it again."
+                f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}.", hint=AGAIN
             )
         inside(file.parent, folder)
     return [Published(folder, digest, file.parent, url) for folder, digest in digests.items()]
@@ -286,7 +288,7 @@ def collect(folder: Path, to: Path) -> Path:
                 and read_entry(target / CONFIG).name != entry.name
             ):
                 raise FileConflictError(
-                    f"Expected {target} to hold {entry.name} but it holds another.", hint="Move it."
+                    f"Expected {target} to hold {entry.name} but it holds another.", hint="Move or delete that folder."
                 )
             for name in (*files, SUMS):
                 if (folder / name).exists():

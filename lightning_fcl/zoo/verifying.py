@@ -139,7 +139,7 @@ def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[Path | Set
             return read_parts(candidate.with_values({"data.seed": seed}).with_layers(*over))
     raise UnknownRecipeError(
         f"Expected {name} to be of a recipe of this package but its own is another.",
-        hint="Install the version that it names, or pass the recipe.",
+        hint="Install the version of lightning-fcl that its entry names.",
     )
 
 

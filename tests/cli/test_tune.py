@@ -190,8 +190,8 @@ def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, error_of,
     longer = rows(tmp_path / "out")
     main(search("at-once", trials=5))
     assert rows(tmp_path / "at-once") == longer
-    assert "begin anew with --restart, which deletes" in error_of(search(measure_on="test"))
-    assert "begin anew with --restart, which deletes" in error_of([*search(), "--seed", "1"])
+    assert "delete these trials with `--restart`" in error_of(search(measure_on="test"))
+    assert "delete these trials with `--restart`" in error_of([*search(), "--seed", "1"])
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**recipe, "seed_everything": 3}))
     assert "a recipe of it" in error_of(search())
     main([*search(), "--restart"])
@@ -387,7 +387,7 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
         ({"cases": {"a": {LR: 0.1}}}, 'Expected `case` to be "a" but got None'),
         ({"space": {LR: 0.1}}, f"the space of `{LR}` to be a list of choices, or {{low: ..., high: ...}}"),
         ({"space": {LR: []}}, "to be a list of choices"),
-        ({"space": {LR: [1, 1]}}, "The choices are not all different."),
+        ({"space": {LR: [1, 1]}}, "List each choice once."),
         ({"space": {LR: {"low": 2.0, "high": 1.0}}}, "`low <= high` must hold"),
         ({"space": {LR: {"low": 0.0, "high": 1.0, "log": True}}}, "`low > 0` must hold"),
         ({"space": {LR: {"low": "a", "high": 1.0}}}, "to be a list of choices, or"),

@@ -422,7 +422,7 @@ def test_a_reservoirs_recipe(capsys, tmp_path):
 def test_without_data_the_shape_must_be_given(tmp_path, monkeypatch, error_of):
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     files = [str(RECIPES / "flwf" / name) for name in ("base.yaml", "flwf-2t.yaml")]
-    assert "Give the shape with --input, as in --input 1,64,48." in error_of(["device-report", *files])
+    assert "Pass the shape with `--input`, as in `--input 1,64,48`." in error_of(["device-report", *files])
     main(["device-report", *files, "--input", "6,128", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "device.json").read_text())
     assert (report["samples"], report["nodes"]) == (28, 3)
@@ -491,7 +491,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path, text):
         (["--profile", "no/such.yaml"], "Expected a YAML file at no/such.yaml but there is none"),
         (["--link", "uwb"], "Expected `link` to be one of uwb-loco, or a YAML file of your own, but got uwb."),
         (["--nodes", "0"], "Expected `nodes` to be at least 1 but got 0."),
-        (["--input", "1,64,x"], "Expected `--input` to be sizes with commas between them, as in 1,64,48, but got"),
+        (["--input", "1,64,x"], "Expected `--input` to be sizes with commas between them but got"),
         (["--input", "1,0,48"], "Expected `--input` to be sizes with commas"),
         (["--input", "1,32,32"], "Expected a model that takes samples of shape (1, 32, 32) but it failed: Expected im"),
         (["--config", "no/such.yaml"], "Expected a recipe at no/such.yaml but there is no such file"),

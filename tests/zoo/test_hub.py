@@ -187,7 +187,7 @@ def test_a_push_is_refused_whole(hub, commits, run):
     assert done.stdout.split() == ["2", "2", "2"], done.stderr
     assert f"Expected hf:our/models to hold mlp.other but it holds {NAME}" in done.stderr
     assert "Expected hf:organisation/repository to publish to" in done.stderr
-    assert "Log in by `hf auth login`" in done.stderr
+    assert "Log in with `hf auth login`" in done.stderr
     assert [*commits] == [COMMIT]
 
 

@@ -68,9 +68,7 @@ def test_files_of_the_packages_registry_come_from_a_url_without_a_digest(
     (inside / NAME / WEIGHTS).unlink()
     monkeypatch.setattr("lightning_fcl.zoo.registry.package_folder", lambda: inside)
     monkeypatch.delenv("LIGHTNING_FCL_ZOO")
-    with pytest.raises(
-        FileNotFoundError, match="Point LIGHTNING_FCL_ZOO at the folder `zoo` of a checkout, or at a URL"
-    ):
+    with pytest.raises(FileNotFoundError, match="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL"):
         zoo.load(NAME)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", serve_folder(small_zoo)[0])
     assert label_of(NAME)
