@@ -104,7 +104,7 @@ def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str =
     value = head.get(name)
     if type(value) is not int or not least <= value <= most:
         said = value if isinstance(value, int | float) and abs(value) < 1e30 else repr(value)[:40]
-        raise RefusedError(f"Expected `{name}` to be a whole number from {least} to {most} but got {said}.{mend}")
+        raise RefusedError(f"Expected `{name}` to be a whole number from {least} to {most} but got {said}.", hint=mend)
     return value
 
 
@@ -121,7 +121,8 @@ def file_name_of(head: Mapping[str, Any], what: str) -> str:
     ):
         raise RefusedError(
             f"Expected the name of a {what}, not `..`, of letters that are printed, in Unicode's form NFKC, at most "
-            f"{_LONGEST} as a file's name has them, but got {str(name)[:40]!r}. Name it otherwise."
+            f"{_LONGEST} as a file's name has them, but got {str(name)[:40]!r}.",
+            hint=f"Use a shorter name of letters, digits, `_` and `-` for the {what}.",
         )
     return name
 
@@ -178,7 +179,8 @@ def check_numbers(
         if not changes[name] <= most:
             raise RefusedError(
                 f"Expected `{name}` of {sender} to be at most {math.sqrt(most):.2g} from the server's but it is "
-                f"{math.sqrt(changes[name]):.2g}, with which sums overflow. Lower its learning rate."
+                f"{math.sqrt(changes[name]):.2g}, with which sums overflow.",
+                hint="Decrease the learning rate.",
             )
         narrow = kind.itemsize <= 2 and kind not in (torch.bool, torch.bfloat16) and not kind.is_complex
         if narrow and reductions[name].name == "sum":
@@ -187,13 +189,14 @@ def check_numbers(
             if bool((value.double().abs() > room).any()):
                 raise RefusedError(
                     f"Expected `{name}` of {sender} to leave room for the sum of {limits.clients} clients in {kind} "
-                    "but it does not. Keep it in a wider type."
+                    "but it does not.",
+                    hint="Use a wider type, such as float32 or int64.",
                 )
     means = {n: squares for n, squares in changes.items() if reductions[n].name == "mean"}
     times = times_moved({n: s for n, s in means.items() if state[n].is_floating_point()}, start)
     if not times <= limits.largest_update:
         raise RefusedError(
             f"Expected an update of {sender} of at most {limits.largest_update:g} times the larger of the server's "
-            f"norm and 1 but it is of {times:.3g} times. Lower its learning rate, or raise `largest-update` of the "
-            "run's configuration."
+            f"norm and 1 but it is of {times:.3g} times.",
+            hint="Decrease the learning rate, or increase `largest-update` in the run's configuration.",
         )

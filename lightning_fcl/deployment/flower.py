@@ -96,8 +96,8 @@ def _read_node_config(context: Context) -> tuple[str, str, str | None]:
         client = names[number]
     if not client:
         raise RefusedError(
-            "Expected a node config that names the client and its data but got "
-            f'{dict(node)}. Start the node with --node-config \'client="a" data="a.npz"\'.'
+            f"Expected a node config that names the client and its data but got {dict(node)}.",
+            hint="""Start the node with --node-config 'client="a" data="a.npz"'.""",
         )
     data = node.get("data") or split_file(Path(str(run.get("data-folder", ""))), client)
     memories = node.get("memories") or run.get("memories") or None

@@ -113,7 +113,7 @@ class Members:
                 raise InvalidStateError(
                     f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._longest:g} s but "
                     f"got {', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}.",
-                    hint="Start their nodes, or lower `clients-at-least` of the run's configuration.",
+                    hint="Start their nodes, or decrease `clients-at-least` in the run's configuration.",
                 )
             if len(found) < needed and not logged:
                 missing = [f"{client} ({self.why_not(client)})" for client in wanted if client not in found]

@@ -109,8 +109,8 @@ def check_bytes(record: RecordDict, limit: int, sender: str = "a message") -> No
     size = sum(len(array.data) for array in arrays_of(record).values())
     if size > limit:
         raise RefusedError(
-            f"Expected at most {limit} bytes of {sender} but got {size}. Raise `message-bytes` of the run's "
-            "configuration if the model is that large."
+            f"Expected at most {limit} bytes of {sender} but got {size}.",
+            hint=f"If the model is that large, set `message-bytes` to at least {size} in the run's configuration.",
         )
 
 
@@ -200,11 +200,11 @@ def digest(state: Mapping[str, Tensor]) -> str:
 def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
     """Refuse a message of another version of the library, or of another recipe."""
     for name, does, wanted, mend in (
-        ("version", "run lightning-fcl", __version__, "Install one version everywhere: others may compute otherwise."),
-        ("recipe", "have the recipe", recipe, "Deploy one recipe everywhere."),
+        ("version", "run lightning-fcl", __version__, "Install the same version on all machines."),
+        ("recipe", "have the recipe", recipe, "Deploy the same recipe on all machines."),
     ):
         if head.get(name) != wanted:
-            raise RefusedError(f"Expected {sender} to {does} {wanted} but got {head.get(name)}. {mend}")
+            raise RefusedError(f"Expected {sender} to {does} {wanted} but got {head.get(name)}.", hint=mend)
 
 
 def check_names(sent: Iterable[str], wanted: Iterable[str], sender: str) -> None:
@@ -213,7 +213,8 @@ def check_names(sent: Iterable[str], wanted: Iterable[str], sender: str) -> None
     if strange:
         raise RefusedError(
             f"Expected {sender} to send the entries of this recipe's model but {quoted(strange)} "
-            f"{'is' if len(strange) == 1 else 'are'} missing or not among them. Deploy one recipe everywhere."
+            f"{'is' if len(strange) == 1 else 'are'} missing or not among them.",
+            hint="Deploy the same recipe on all machines.",
         )
 
 
@@ -222,7 +223,8 @@ def check_form(name: str, value: Tensor | Array, wanted: Tensor, sender: str) ->
     if str(value.dtype) != str(wanted.dtype) or tuple(value.shape) != tuple(wanted.shape):
         raise RefusedError(
             f"Expected `{name}` of {sender} to be {wanted.dtype} of shape {tuple(wanted.shape)} but got "
-            f"{value.dtype} of shape {tuple(value.shape)}. Deploy one recipe everywhere."
+            f"{value.dtype} of shape {tuple(value.shape)}.",
+            hint="Deploy the same recipe on all machines.",
         )
 
 

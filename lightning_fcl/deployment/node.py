@@ -146,8 +146,8 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
         down = [name for name, of in server.reductions.items() if of.down and not of.once]
         if missing := [name for name in down if name not in received]:
             raise RefusedError(
-                f"Expected the server to send {quoted(missing)} of this recipe's model but it did not. "
-                "Deploy one recipe everywhere."
+                f"Expected the server to send {quoted(missing)} of this recipe's model but it did not.",
+                hint="Deploy the same recipe on all machines.",
             )
         groups = [group for optimizer in round.federation.optimizers for group in optimizer.param_groups]
         for group, values in zip(groups, head["optimizer"], strict=True):  # as the server's schedules have them
@@ -236,7 +236,8 @@ def memories(folder: Path, client: str, round: int) -> Path:
     if round < begun:
         raise RefusedError(
             f"Expected a round from {begun} on, which is the last that client {client} has begun, but got {round}: the "
-            "server has gone back further than one round. Start it from its newest checkpoint."
+            "server has gone back further than one round.",
+            hint="Start the server from its newest checkpoint.",
         )
     if round == begun or (begun >= 0 and client not in now):  # it was ended as it was about to keep the new ones
         now[client] = before[client]

@@ -151,13 +151,15 @@ def client_plan(outline: Outline, groups: IntArray, rounds: NDArray[np.bool_] | 
         if rounds.shape[1] != number:
             raise RefusedError(
                 f"Expected `rounds` of the data of client {outline.client} to have a column for each of {number} "
-                f"rounds but got {rounds.shape[1]}. Split the data for this recipe."
+                f"rounds but got {rounds.shape[1]}.",
+                hint="Write the data again with `lightning-fcl deploy split` and this recipe.",
             )
         dealt = [np.flatnonzero(column) for column in rounds.T]
     elif not outline.dealt:
         raise RefusedError(
             f"Expected the data of client {outline.client} to say in `rounds` which samples come in which round: this "
-            "scenario deals them out one by one. Write them with `lightning-fcl deploy split`."
+            "scenario deals them out one by one.",
+            hint="Write the data with `lightning-fcl deploy split`.",
         )
     else:
         whole = [_rows(outline, groups, round, seed) for round in range(number)]
@@ -235,7 +237,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():
         raise InvalidValueError(
             f"Expected {path} to be a recipe that `lightning-fcl deploy` has written but it is not.",
-            hint="Deploy it again.",
+            hint="Write it again with `lightning-fcl deploy flower`.",
         )
     return content
 

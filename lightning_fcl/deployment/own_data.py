@@ -175,7 +175,7 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
         raise InvalidValueError(
             f"Expected a scenario of classes or domains for a server with data of its own but got {scenario}, which "
             "deals samples out one by one.",
-            hint="Leave the server's `data` out: it then takes the recipe's.",
+            hint="Leave `data` of the server out to test on the recipe's data.",
         )
     stream.plan = server_plan(scenario, samples, data.part, clients, stream.seed)
     data.lend_hooks(stream)
@@ -209,7 +209,7 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
 def split_file(folder: Path, client: str) -> Path:
     if client.casefold() == "server":
         raise InvalidValueError(
-            f"Expected a client by another name than the server's file but got {client}.", hint="Rename it."
+            f"Expected a client by another name than the server's file but got {client}.", hint="Rename the client."
         )
     return inside(folder, f"{quote(client, safe=' ')}.npz")
 
@@ -218,12 +218,13 @@ def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArr
     samples = stream.samples
     if not len(rows):
         raise MissingValueError(
-            f"Expected samples to write to {path} but there are none.", hint="Raise `test` of the split."
+            f"Expected samples to write to {path} but there are none.", hint="Increase `test` of `split` in the recipe."
         )
     pair = samples.stored(rows)
     if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, torch.Tensor) for one in pair)):
         raise InvalidValueError(
-            "Expected samples and targets that are arrays to write a split.", hint="Give nodes DataModules instead."
+            "Expected samples and targets that are arrays to write a split.",
+            hint="Give each node a DataModule instead.",
         )
     found = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}
     if samples.classes:

@@ -156,7 +156,7 @@ class Nodes:
         if not self.members.enough:
             raise InvalidStateError(
                 f"{fewer}).",
-                hint="Start the server again when they are there: it continues from its newest checkpoint.",
+                hint="Start the server again when these clients run. It continues from its newest checkpoint.",
             )
         if counted < needed:
             log.warning("%s). It goes on with these.", fewer)
@@ -259,14 +259,14 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
     ):
         if given is not None:
             raise InvalidValueError(
-                f"Expected no `{name}` in a deployment, {why}, but got {given.hparams()}.", hint="Leave it out."
+                f"Expected no `{name}` in a deployment, {why}, but got {given.hparams()}.", hint=f"Leave `{name}` out."
             )
     for method in methods:
         if isinstance(method, ListensToRounds):
             raise InvalidValueError(
                 f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks "
                 "at what all keep when a round is done, as only a simulation can.",
-                hint="Simulate it, with `lightning-fcl fit`.",
+                hint="Use `lightning-fcl fit` for this method.",
             )
 
 

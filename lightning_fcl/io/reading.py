@@ -17,32 +17,9 @@ LIMIT = "LIGHTNING_FCL_MAX_BYTES"
 _LEAST, _RATIO = 2_000_000_000, 20
 
 
-class LimitError(ValueError):
-    """Content of a file that exceeds a limit which the user can raise.
-
-    Args:
-        message: The content and the limit.
-        hint: How to raise the limit.
-    """
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
 @contextmanager
 def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
-    """Convert each error of this block into one error that names the file.
-
-    Args:
-        path: The file.
-        what: Expected content, after "Expected PATH".
-        remedy: Hint of the error.
-
-    Raises:
-        MissingFileError: If the file does not exist.
-        DamagedFileError: If reading raises another error.
-    """
+    """Let whatever a damaged file makes of its reader be one message, which says ``what`` it should be."""
     try:
         if path.exists() and not path.is_file():  # what is no file may never end
             raise ValueError(f"a {'folder' if path.is_dir() else 'device'}")
@@ -56,6 +33,19 @@ def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
         raise DamagedFileError(f"Expected {path} {what} but got: {first_line(error)}.", hint=hint) from error
 
 
+class LimitError(ValueError):
+    """Content of a file that exceeds a limit which the user can raise.
+
+    Args:
+        message: The content and the limit.
+        hint: How to raise the limit.
+    """
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
 def ensure(fits: object, otherwise: str) -> None:
     """Refuse what a file holds: within `reading`, whose message ends in what it is."""
     if not fits:
@@ -63,10 +53,10 @@ def ensure(fits: object, otherwise: str) -> None:
 
 
 def check_size(size: int, packed: int = 0) -> None:
-    """Raise ValueError if contents claim to be larger than is plausible, before they are unpacked.
+    """Refuse contents that claim to be larger than is plausible, before they are unpacked.
 
-    The limit is the larger of 2 GB and 20 times the size of the file. The environment variable
-    ``LIGHTNING_FCL_MAX_BYTES`` replaces it.
+    That is above the larger of 2 GB and 20 times the file, or above the environment variable
+    ``LIGHTNING_FCL_MAX_BYTES`` where it is set.
     """
     setting = os.environ.get(LIMIT)
     if setting and not setting.isdecimal():

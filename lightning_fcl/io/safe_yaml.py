@@ -51,14 +51,12 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 
 def read_yaml(path: Path) -> Any:
     if path.is_block_device() or path.is_char_device():
-        raise InvalidValueError(
-            f"Expected {path} to be a YAML file but it is a device.", hint="Pass the path of a file."
-        )
+        raise InvalidValueError(f"Expected {path} to be a YAML file but it is a device.", hint="Name a file.")
     if not path.exists():
         raise MissingFileError(f"Expected a YAML file at {path} but there is none.")
     if (size := path.stat().st_size) > SIZE:
         raise InvalidValueError(
-            f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}.", hint="Shorten the file."
+            f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}.", hint="Cut it."
         )
     try:
         return load_yaml(path.read_text(encoding="utf-8"))

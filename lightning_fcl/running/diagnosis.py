@@ -334,7 +334,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
             return made
         raise InvalidTypeError(
             f"Expected a class but got {name}, a {type(made).__name__}.",
-            hint="Write the full name of a class in `class_path`.",
+            hint="Name a class in `class_path`.",
             argument=path,
             value=name,
         )

@@ -46,7 +46,7 @@ FIT = [
         "Expected arguments of lightning_fcl.callbacks.Replay but got `max_sizes`. Did you mean max_size?",
     ),
     ("task.yaml", "Expected a class of lightning_fcl but it has no Clasifier. Did you mean Classifier?"),
-    ("function.yaml", "Expected a class but got os.system, a builtin_function_or_method. Write the full name"),
+    ("function.yaml", "Expected a class but got os.system, a builtin_function_or_method. Name a class"),
     ("data.yaml", "got `data.batch_sise`. Did you mean data.batch_size?"),
     ("rate.yaml", "Expected arguments of torch.optim.SGD but got `lrr`. Did you mean lr?"),
     ("module.yaml", "No module named 'lightning_fc'"),

@@ -199,7 +199,7 @@ WRONG = [
     ("--model.optimizer.lr 1e-3x", InvalidTypeError, "model.optimizer.lr", "Leave it out for the default, 0.001."),
     ("--model lightning_fcl.Clasifier", UnknownNameError, "model", "Did you mean Classifier?"),
     ("--trainer.max_epochs many", InvalidTypeError, "trainer.max_epochs", "Leave it out."),
-    ("--trainer.callbacks os.getcwd", InvalidTypeError, "trainer.callbacks", "Write the full name of a class in `class_path`."),
+    ("--trainer.callbacks os.getcwd", InvalidTypeError, "trainer.callbacks", "Name a class in `class_path`."),
     ("--trainer.callbacks torch.optim.SGD", InvalidTypeError, "trainer.callbacks", ""),
     ("--trainer 3", InvalidTypeError, "trainer", ""),
     ("--seed_everything abc", InvalidTypeError, "seed_everything", "Pass True, False or a whole number."),

@@ -48,7 +48,10 @@ def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wi
     older.answer = lambda parcel: replace(really(parcel), head={**really(parcel).head, "version": "0.0.9"})
     deployed.serve(wire(nodes), clients_at_least=1)
     found = deployed.rounds()[0]["dropped"]
-    assert "Expected the server to have the recipe" in found["1"] and "Deploy one recipe everywhere" in found["1"]
+    assert (
+        "Expected the server to have the recipe" in found["1"]
+        and "Deploy the same recipe on all machines" in found["1"]
+    )
     assert "Expected client 2 to run lightning-fcl" in found["2"] and "0.0.9" in found["2"]
     answer = nodes[0].answer(Parcel({"kind": "hello", "version": "0.0.9", "recipe": ""}))
     assert "Expected the server to run lightning-fcl" in answer.head["refused"]
