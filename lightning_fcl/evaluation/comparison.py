@@ -38,7 +38,9 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         ValueError: If there is none.
     """
     if not groups:
-        raise MissingValueError("Expected at least one run but got none.", hint="Name the folders of runs.")
+        raise MissingValueError(
+            "Expected at least one run but got none.", hint="Name the folders of runs.", argument="groups"
+        )
     runs = [run for of in groups.values() for run in of]
     found = {label: [{one.name: one for one in headlines(run)} for run in of] for label, of in groups.items()}
     what = quantity(runs[0]["record"])
@@ -87,7 +89,8 @@ def runs_below(folders: Sequence[Path]) -> list[Path]:
         runs = sorted(path.parent for path in folder.rglob("results.json"))
         if not runs:
             raise MissingFileError(
-                f"Expected {folder} to be the folder of a run, or of several, but found no results.json in it."
+                f"Expected {folder} to be the folder of a run, or of several, but found no results.json in it.",
+                value=folder,
             )
         found |= dict.fromkeys(runs)
     return list(found)

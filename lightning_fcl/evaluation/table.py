@@ -151,7 +151,10 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
         row, seed = one["recipe"]["row"] if one["recipe"] else one["command"], one["seed"]
         if seed in rows.setdefault(row, {}):
             raise InvalidValueError(
-                f"Expected one run per row and seed but got two of {row}, seed {seed}.", hint="Drop one."
+                f"Expected one run per row and seed but got two of {row}, seed {seed}.",
+                hint="Drop one.",
+                argument="seed",
+                value=seed,
             )
         rows[row][seed] = one
     found: dict[str, dict[str, Cell]] = {}
@@ -228,7 +231,7 @@ def read_table(path: str | Path) -> Table:
         }
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidValueError(f"Expected {path} to hold a table but got: {error!r}. {again}") from error
+        raise InvalidValueError(f"Expected {path} to hold a table but got: {error!r}. {again}", value=path) from error
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

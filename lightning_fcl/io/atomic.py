@@ -66,13 +66,15 @@ def writing(path: Path, size: int | None = None, then: str = "go on from the new
             free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
             raise NoRoomError(
                 f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. "
-                f"Nothing that was there is lost. Make room, then {then}."
+                f"Nothing that was there is lost. Make room, then {then}.",
+                value=path,
             ) from error
         if error.errno in _CLOSED:
             how = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
             raise FileAccessError(
                 f"Expected to write {path} but got: {error}.",
                 hint=f"Make its folder, one that can be written to, or name another{how}.",
+                value=path,
             ) from error
         raise
 

@@ -25,11 +25,11 @@ def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
             raise ValueError(f"a {'folder' if path.is_dir() else 'device'}")
         yield
     except FileNotFoundError as error:
-        raise MissingFileError(f"Expected the file {path} but it is missing. {remedy}") from error
+        raise MissingFileError(f"Expected the file {path} but it is missing. {remedy}", value=path) from error
     except MemoryError:  # the machine's want, not the file's
         raise
     except Exception as error:
-        raise DamagedFileError(f"Expected {path} {what} but got: {first_line(error)}. {remedy}") from error
+        raise DamagedFileError(f"Expected {path} {what} but got: {first_line(error)}. {remedy}", value=path) from error
 
 
 def ensure(fits: object, otherwise: str) -> None:
@@ -64,7 +64,7 @@ def check_members(archive: ZipFile, packed: int) -> None:
 def existing(path: Path, what: str, remedy: str) -> Path:
     """The path of a file that is there."""
     if not path.is_file():
-        raise MissingFileError(f"Expected {what}{path} but found no such file. {remedy}")
+        raise MissingFileError(f"Expected {what}{path} but found no such file. {remedy}", value=path)
     return path
 
 
@@ -73,11 +73,13 @@ def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(existing(path, what, remedy).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}. {remedy}") from error
+        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}. {remedy}", value=path) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != form:
         raise InvalidValueError(
             f"Expected {path} to be of format {form} but it is of {'none' if found is None else found}: it is "
-            f"damaged, or another version of lightning-fcl wrote it. {remedy}"
+            f"damaged, or another version of lightning-fcl wrote it. {remedy}",
+            argument="format",
+            value=found,
         )
     return dict(content)

@@ -110,6 +110,8 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
                 f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.outputs}, but got {classes}: "
                 "only a readout that is solved for learns more than it was made for.",
                 hint="`create_model(..., num_classes=...)` gives a new head.",
+                argument="classes",
+                value=classes,
             )
     check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)

@@ -94,13 +94,17 @@ def create_model(
             raise UnknownNameError(
                 f"Expected the name of published weights but {name} is a class of networks.",
                 hint=f"{hint} Published are {', '.join(known)}.",
+                argument="name",
+                value=name,
             )
         if num_classes is not None:
             arguments["num_classes"] = num_classes
         network = rebuild({"class_path": f"lightning_fcl.models.{name}", "init_args": arguments}, "model")
     elif arguments:
         raise InvalidValueError(
-            f"Expected no further arguments for {name}, which tells its own, but got {', '.join(arguments)}."
+            f"Expected no further arguments for {name}, which tells its own, but got {', '.join(arguments)}.",
+            argument=next(iter(arguments)),
+            value=next(iter(arguments.values())),
         )
     else:
         network = load(name).network.train().requires_grad_(True) if pretrained else make_network(find(name).entry)
@@ -123,7 +127,10 @@ def pretrained_reservoir(name: str) -> EchoStateNetwork:
     if not isinstance(network, ReservoirReadout):
         names = ", ".join(list_models("esn.*"))
         raise InvalidValueError(
-            f"Expected the name of a published reservoir but got {name!r}.", hint=f"There are {names}."
+            f"Expected the name of a published reservoir but got {name!r}.",
+            hint=f"There are {names}.",
+            argument="name",
+            value=name,
         )
     return network.reservoir
 
@@ -138,6 +145,8 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
                 f"Expected {entry.full_name} to give the published outputs of the published input but they differ by "
                 f"{difference:.2g} of the largest.",
                 hint="Report it, with your torch and processor; check=False loads it.",
+                argument="check",
+                value=difference,
             )
     return pretrained
 
@@ -177,7 +186,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise InvalidValueError(f"Expected {path} to hold tensors but got: {error}.", hint="Get it again.") from error
+        raise InvalidValueError(
+            f"Expected {path} to hold tensors but got: {error}.", hint="Get it again.", value=path
+        ) from error
 
 
 def _with_head(network: Described, num_classes: int) -> nn.Module:

@@ -113,6 +113,8 @@ class Pretrained(nn.Module):
                 f"Expected a network that names classes but {self.entry.name} gives features.",
                 hint="Use `embed`, or give it a head: lightning_fcl.create_model(name, pretrained=True, "
                 "num_classes=...).",
+                argument="classes",
+                value=self.entry.name,
             )
         rows = self.probabilities(self(self.prepare(x, rate, units))).tolist()
         predictions = []
