@@ -46,7 +46,7 @@ class LightningFCLError(Exception):
         message: What was expected and what was found instead.
         hint: What to do about it, in sentences. The text of the error is the message followed by the hint.
         argument: Name of the argument, option or field that is wrong.
-        value: What was found instead.
+        value: What was found instead. For a file that is missing, damaged or not usable, its path.
         code: Kind of the error, for programs. The default is that of the class.
 
     Example:
@@ -176,7 +176,10 @@ def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> 
             did_you_mean(unknown[0], clients) or f'Write names as the stream does, as in "{next(iter(clients), "0")}".'
         )
         raise UnknownNameError(
-            f"Expected {what} of the stream's clients ({listed(clients)}) but got {listed(unknown)}.", hint=hint
+            f"Expected {what} of the stream's clients ({listed(clients)}) but got {listed(unknown)}.",
+            hint=hint,
+            argument=what.strip("`"),
+            value=unknown,
         )
 
 
@@ -211,9 +214,10 @@ def other_lightning(kind: type) -> str:
 
 
 def refuse_other_lightning(*parts: object) -> None:
-    """Refuse objects of the package `pytorch_lightning`."""
-    for reason in filter(None, map(other_lightning, map(type, parts))):
-        raise InvalidTypeError(reason)
+    """Raise TypeError if an object is of the package `pytorch_lightning`."""
+    for kind in map(type, parts):
+        if reason := other_lightning(kind):
+            raise InvalidTypeError(reason, value=kind)
 
 
 def warn_of_other_lightning() -> None:

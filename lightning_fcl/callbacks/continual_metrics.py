@@ -121,6 +121,8 @@ class ContinualMetrics(Callback):
                 f"Expected no `lower_is_better` for `{type(pl_module).__name__}`, which is measured by no step of its "
                 f"own, but got {', '.join(self.lower_is_better)}.",
                 hint="Leave it out.",
+                argument="lower_is_better",
+                value=self.lower_is_better,
             )
         self._test = (StepTester if by_step else Tester).of(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
@@ -148,6 +150,8 @@ class ContinualMetrics(Callback):
                 f"Expected `ContinualMetrics` behind `{ruling[0]}` among the callbacks of a plain Trainer, as that "
                 "predicts by what it has when its epoch ends, but it stands before it.",
                 hint="Change their order.",
+                argument="callbacks",
+                value=ruling[0],
             )
 
     def looks_at_clients(self, pl_module: L.LightningModule) -> bool:

@@ -48,6 +48,8 @@ class ActivationDensity(Callback):
                 "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity` but got a "
                 f"`{type(pl_module).__name__}`.",
                 hint="Take a `ReservoirClassifier`, or leave the callback out.",
+                argument="module",
+                value=type(pl_module).__name__,
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -57,6 +59,7 @@ class ActivationDensity(Callback):
             raise MissingValueError(
                 "Expected test samples to run on but the stream has none.",
                 hint="Set `split=Split(test=0.2)` of the stream, or leave the callback out.",
+                argument="test",
             )
         if not self.record or trainer.current_epoch == 0:
             self.record = {"edges": _EDGES.tolist(), "experiences": []}

@@ -88,6 +88,7 @@ class RoundLog:
                 f"Expected the metric that is logged as `{name}` to be an attribute of the module, but found no such "
                 "attribute.",
                 hint="Assign the metric to an attribute in `__init__`.",
+                argument=name,
             )
         steps = bool(kwargs.get("on_step", True))
         self._kept(name, value, *args, **kwargs)

@@ -182,7 +182,9 @@ class BaseSession(Callback):
         if stream is None or not len(stream.plan.base):
             raise InvalidValueError(
                 'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
-                f"`datamodule` but got {stream}."
+                f"`datamodule` but got {stream}.",
+                argument="datamodule",
+                value=stream,
             )
         outputs = _classifier(network).out_features
         if outputs < stream.num_classes:
@@ -190,6 +192,8 @@ class BaseSession(Callback):
                 f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
                 f"{outputs}.",
                 hint="Raise the network's `num_classes`.",
+                argument="num_classes",
+                value=outputs,
             )
         images = tuple(stream.take(stream.plan.base[:1])[0].shape[1:])
         takes = tuple(getattr(network, "input_shape", images))
@@ -197,6 +201,8 @@ class BaseSession(Callback):
             raise InvalidValueError(
                 f"Expected images of shape {takes}, as the network takes them, but the stream's are {images}.",
                 hint="Set the network's `image_size` and `channels`, or the data set's `size`.",
+                argument="image_size",
+                value=images,
             )
         refuse_transfer_hook(module, stream, type(self).__name__)
         return stream
@@ -208,12 +214,16 @@ class BaseSession(Callback):
                 f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
                 "remembers maps, but it stands before it.",
                 hint="Change their order.",
+                argument="callbacks",
+                value=early[0],
             )
         network = module.model if isinstance(module, Classifier | RidgeClassifier) else None
         if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
             raise InvalidValueError(
                 "Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
-                f"`{type(network).__name__}`."
+                f"`{type(network).__name__}`.",
+                argument="model",
+                value=type(network).__name__,
             )
         return network
 

@@ -292,7 +292,9 @@ class StepTester:
         found = self._run(module, a_few(self.rows))[1].metrics
         if not found:
             raise InvalidValueError(
-                f"Expected {step} to log what the module is measured by but it logs nothing.", hint=_LOG
+                f"Expected {step} to log what the module is measured by but it logs nothing.",
+                hint=_LOG,
+                argument=step.strip("`"),
             )
         if unknown := [name for name in lower_is_better or () if name not in found]:
             raise UnknownNameError(

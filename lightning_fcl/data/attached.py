@@ -28,7 +28,11 @@ def need_stream(trainer: L.Trainer) -> FederatedStream:
     stream = stream_of(trainer)
     if stream is None:
         given = trainer.datamodule  # type: ignore[attr-defined]
-        raise InvalidValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {given}.")
+        raise InvalidValueError(
+            f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {given}.",
+            argument="datamodule",
+            value=given,
+        )
     return stream
 
 

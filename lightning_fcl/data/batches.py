@@ -155,7 +155,10 @@ def joined(parts: Sequence[Any]) -> Any:
     if any(part.shape[1:] != first.shape[1:] for part in parts):
         shapes = " and ".join(str(tuple(part.shape[1:])) for part in parts)
         raise InvalidValueError(
-            f"Expected samples of one shape to join but got {shapes}.", hint="Pad them to one, in `collate_fn`."
+            f"Expected samples of one shape to join but got {shapes}.",
+            hint="Pad them to one, in `collate_fn`.",
+            argument="x",
+            value=shapes,
         )
     return torch.cat(list(parts))
 

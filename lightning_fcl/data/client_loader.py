@@ -28,7 +28,8 @@ class ClientLoader:
         if self.stream.count_batches is None:
             raise InvalidTypeError(
                 'Expected a Trainer with `strategy="federated"` that fits to count the batches of a client in a round '
-                "but there is none."
+                "but there is none.",
+                argument="strategy",
             )
         return self.stream.count_batches()
 
@@ -39,6 +40,7 @@ class ClientLoader:
                 f'Expected a Trainer with `strategy="federated"` for a stream of {len(plan.clients)} clients but got '
                 "a plain one, which trains a single client.",
                 hint="Use `L.Trainer(strategy=FederatedStrategy())`, or a stream of one client.",
+                argument="strategy",
             )
         client, round = plan.clients[0], current_round(trainer)
         if round >= plan.rounds and trainer.max_epochs == plan.rounds:

@@ -61,6 +61,8 @@ def lend_hooks(modules: Sequence[L.LightningDataModule], stream: L.LightningData
                 f"Expected data modules of several clients to leave batches as they are but {type(module).__name__} "
                 f"overrides `{hook}`.",
                 hint="Do in its data sets' own transforms what it does.",
+                argument=hook,
+                value=type(module).__name__,
             )
         setattr(stream, hook, partial(_unless_idle, getattr(module, hook)))
 
@@ -97,6 +99,8 @@ def refuse_hooks(who: str, *owners: object) -> None:
         raise InvalidValueError(
             f"Expected samples that reach the module as they are for {who} but {hook}.",
             hint="Do in the data set's own transform what it does.",
+            argument="datamodule",
+            value=hook,
         )
 
 
@@ -130,6 +134,8 @@ def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str
         raise MissingValueError(
             f"Expected data modules of all clients, or of none, but got none of {listed(without)}.",
             hint="Make one, as in `L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`.",
+            argument="datamodule",
+            value=without,
         )
     loaders: dict[str, Loading] = {}
     for client, parts in own.items():
@@ -143,6 +149,8 @@ def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str
                         f"Expected one `{name}` of the data modules of all clients but got {vars(first)[name]}, and "
                         f"{vars(loading)[name]} of client {client}.",
                         hint=f"Pass `{name}=` to `FederatedStream`.",
+                        argument=name,
+                        value=vars(loading)[name],
                     )
     for part, like in (("validation", "test"), ("test", "validation")):
         if loaders and part not in loaders:  # its samples are taken from the training samples
@@ -159,7 +167,12 @@ def _kind(value: Any) -> object:
 
 def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
     def refuse(wanted: str, got: object, remedy: str) -> NoReturn:
-        raise InvalidValueError(f"Expected {whose} to {wanted} but got a {type(got).__name__}.", hint=remedy)
+        raise InvalidValueError(
+            f"Expected {whose} to {wanted} but got a {type(got).__name__}.",
+            hint=remedy,
+            argument="dataloader",
+            value=type(got).__name__,
+        )
 
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         refuse("give one `DataLoader`", loader, "Pass its data set to `FederatedStream.from_arrays`.")

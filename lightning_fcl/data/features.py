@@ -96,6 +96,7 @@ def images_of(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
             raise InvalidValueError(
                 "Expected data of images and their classes for `features` but got items of other kinds.",
                 hint="Let the data set give pairs of a tensor and a label.",
+                argument="features",
             )
         yield batch[0]
 

@@ -55,6 +55,8 @@ def check_apart(origin: IntArray, parts: Mapping[str, IntArray], owner: NDArray[
         raise InvalidValueError(
             f"Expected no sample in both the {pair[0]} and the {pair[1]} data, but got {len(shared)} in both{example}.",
             hint=remedy,
+            argument="data",
+            value=pair,
         )
 
 

@@ -91,7 +91,10 @@ def data_set(given: Any, whose: str) -> Dataset[Any]:
         return given if isinstance(given, Dataset) else SizedItems(given)
     clients = " A list or a dict has a dataset for each client." if whose.startswith("for client") else ""
     raise InvalidTypeError(
-        f"Expected a map-style data set {whose} but got a {type(given).__name__}.", hint=f"{remedy}{clients}"
+        f"Expected a map-style data set {whose} but got a {type(given).__name__}.",
+        hint=f"{remedy}{clients}",
+        argument="data",
+        value=type(given).__name__,
     )
 
 
@@ -127,7 +130,10 @@ def of_anything(
         content = number_labels(content, given, targets) if names else content
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
         raise InvalidValueError(
-            f"Expected a target for each of {size} samples but got {len(targets)}.", hint="Pass one for each."
+            f"Expected a target for each of {size} samples but got {len(targets)}.",
+            hint="Pass one for each.",
+            argument="y",
+            value=len(targets),
         )
     owner, domain = _column("client", client), _column("group", group)
     Arrays(checked, targets if names else np.zeros(size, dtype=np.int64), owner, names or ("",), None, domain)
@@ -201,7 +207,7 @@ def samples_of(
         return of_anything(data_set(data, "for `data`"), y, classes=classes)
     if y is not None:
         raise InvalidValueError(
-            f"Expected no `y` for {name_of(data)}, which has its own targets.", hint="Leave it out."
+            f"Expected no `y` for {name_of(data)}, which has its own targets.", hint="Leave it out.", argument="y"
         )
     if classes is not None:
         raise InvalidValueError(
@@ -251,6 +257,8 @@ def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
             f"Expected {whose} to have the splits train, validation and test, or clients of other names, but got "
             f"{', '.join(map(str, data))}.",
             hint="Leave out what is neither, and join what is one.",
+            argument="data",
+            value=list(data),
         )
     return True
 
@@ -298,6 +306,8 @@ def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
             "Expected validation and test samples of the classes that are trained on but got label "
             f"{', '.join(samples.classes[label] for label in unseen)}, which no training sample has.",
             hint="Drop these samples, or train on some.",
+            argument="y",
+            value=unseen,
         )
     return samples
 
@@ -332,7 +342,7 @@ def of_benchmark(benchmark: Benchmark, scenario: Scenario | str | None) -> tuple
             for stream in (benchmark.train_stream, benchmark.test_stream)
         )
     if not train:
-        raise MissingValueError("Expected at least one experience but got none.")
+        raise MissingValueError("Expected at least one experience but got none.", argument="train", value=train)
     parts: Parts = {name: (Joined(data), None) for name, data in (("train", train), ("test", test)) if data}
     group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
     samples = replace(_of_parts({"": parts}, None, ()), group=group)
@@ -356,4 +366,6 @@ def refuse_dealt(scenario: Scenario, **given: object) -> None:
                 f"Expected no `{argument}` for `{scenario}`, which draws the samples of {what} itself, but got "
                 f"{value}.",
                 hint="Leave it out.",
+                argument=argument,
+                value=value,
             )

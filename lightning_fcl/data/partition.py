@@ -60,6 +60,7 @@ class Natural(Partition):
             raise InvalidValueError(
                 "Expected the owner of each sample for the partition `Natural` but the data name none.",
                 hint="Use another `partition`, such as `IID`.",
+                argument="partition",
             )
         names, number = np.unique(owner, return_inverse=True)
         # One stable sort for all: looking for each owner's samples in turn takes the square of their number.
@@ -132,6 +133,8 @@ class Dirichlet(Partition):
             f"Expected a division with `min_size`={self.min_size} samples per client but {_ATTEMPTS} draws with "
             f"`alpha`={self.alpha} and {self.clients} clients gave none.",
             hint="Raise `alpha`, or lower `min_size` or `clients`.",
+            argument="min_size",
+            value=self.min_size,
         )
 
 
@@ -224,6 +227,8 @@ class ClassSubsets(Partition):
                         f"{np.count_nonzero(shares)} clients hold the class, which has {len(members)} samples, and "
                         f"the `fraction` of this one is {shares[client]:.3g}.",
                         hint="Raise `fraction`, or lower `clients` or `classes_per_client`.",
+                        argument="fraction",
+                        value=shares[client],
                     )
             pieces.append(parts)
         return _named(pieces)

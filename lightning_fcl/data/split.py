@@ -148,6 +148,8 @@ def check_classes(samples: Samples, scenario: Scenario, partition: Partition | N
             raise InvalidValueError(
                 f"Expected targets that are classes for `{name}`, but got {found}.",
                 hint=f"Use {instead}, or pass labels as `y`: names or whole numbers, as in `y.astype(int)`.",
+                argument="y",
+                value=name,
             )
 
 
@@ -185,10 +187,14 @@ def draw(
         raise InvalidValueError(
             f'Expected a name for every client, but got "{unnamed[0]}" for the client of {number} samples.',
             hint="Rename the client, or drop these samples.",
+            argument="client",
+            value=unnamed[0],
         )
     _check_no_leakage(samples, plan, scenario)
     if reserved := {"server", "clients"} & set(plan.clients):
-        raise InvalidValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
+        raise InvalidValueError(
+            f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.', argument="client"
+        )
     if plan.order is not None:
         names = tuple(samples.classes[c] for c in plan.order[: plan.outputs])
         samples = replace(samples, targets=np.argsort(plan.order)[samples.targets], classes=names)

@@ -337,7 +337,11 @@ class FederatedStream(L.LightningDataModule):
     def pretrain_dataloader(self) -> DataLoader[Any]:
         """Samples for the server's model before the first round."""
         if not len(self.plan.pretrain):
-            raise InvalidValueError(f"Expected a scenario with samples for pre-training but {self.scenario} has none.")
+            raise InvalidValueError(
+                f"Expected a scenario with samples for pre-training but {self.scenario} has none.",
+                argument="scenario",
+                value=self.scenario,
+            )
         loading = Loading(self.batch_size, shuffle=True, collate_fn=self.samples.collate("train"))
         return loading.loader(rows_of(self.samples, self.plan.pretrain))
 

@@ -105,6 +105,8 @@ def numbers_of(labels: NDArray[Any], names: NDArray[Any] | Sequence[str], whose:
         raise UnknownNameError(
             f"Expected {whose} among the classes {', '.join(map(str, names))} but got {listed(unknown)}.",
             hint=f"{hint} Leave these samples out, or name every class.",
+            argument="y",
+            value=unknown.tolist(),
         )
     order = np.argsort(known)
     return order[np.searchsorted(known, labels, sorter=order)].astype(np.int64)
@@ -140,6 +142,8 @@ class Numbered(ItemsOf):
             raise InvalidValueError(
                 f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}.",
                 hint="Its label is to be the same whenever it is read, second of a pair or in a dict.",
+                argument="y",
+                value=label,
             )
         if isinstance(item, Mapping):
             return {**item, place: self.numbers[label]}

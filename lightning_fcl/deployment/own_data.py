@@ -102,7 +102,9 @@ def read_data(where: str | Path) -> OwnData:
         raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {where}")
     except (OSError, ValueError, ImportError, AttributeError) as error:
         if isinstance(error, LightningFCLError):
-            raise RefusedError(f"Expected usable data of this node at {where}. {error}") from error
+            raise RefusedError(
+                f"Expected usable data of this node at {where}. {error}", argument=error.argument, value=error.value
+            ) from error
         raise RefusedError(
             f"Expected the data of this node at {where} but {one_line(error)}.",
             hint="Name an .npz file, a folder of images, or a DataModule, in its node config: "
@@ -209,7 +211,10 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
 def split_file(folder: Path, client: str) -> Path:
     if client.casefold() == "server":
         raise InvalidValueError(
-            f"Expected a client by another name than the server's file but got {client}.", hint="Rename the client."
+            f"Expected a client by another name than the server's file but got {client}.",
+            hint="Rename the client.",
+            argument="client",
+            value=client,
         )
     return inside(folder, f"{quote(client, safe=' ')}.npz")
 

@@ -127,6 +127,8 @@ def export_int8_onnx(
                 f"Expected at least {agreement} of the largest outputs to be PyTorch's but got {share:.2f} of "
                 f"{len(example)}. Nothing was written.",
                 hint="Pass more inputs in `calibration`, or use `export_onnx`.",
+                argument="agreement",
+                value=share,
             )
     return share
 
@@ -233,6 +235,8 @@ def _keep_if_equal(
                 f"Expected the exported file to agree with PyTorch within {tolerance} but got differences of "
                 f"{differences}. Nothing was written.",
                 hint="Raise `tolerance` if you accept such differences.",
+                argument="tolerance",
+                value=differences,
             )
     return max(differences)
 

@@ -41,6 +41,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         raise MissingValueError(
             "Expected at least one run but got none.",
             hint="Pass the folders of runs, as in `lightning-fcl compare runs/fit`.",
+            argument="groups",
         )
     runs = [run for of in groups.values() for run in of]
     found = {label: [{one.name: one for one in headlines(run)} for run in of] for label, of in groups.items()}
@@ -92,6 +93,7 @@ def runs_below(folders: Sequence[Path]) -> list[Path]:
             raise MissingFileError(
                 f"Expected {folder} to be the folder of a run, or of several, but found no results.json in it.",
                 hint="Pass a folder that `lightning-fcl fit` has written.",
+                value=folder,
             )
         found |= dict.fromkeys(runs)
     return list(found)

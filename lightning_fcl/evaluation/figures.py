@@ -130,6 +130,8 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
             raise InvalidValueError(
                 f"Expected clients with several tasks in the results of row {row} but none was tested.",
                 hint="Run the row with `ContinualMetrics(clients=True)`.",
+                argument="results",
+                value=row,
             )
     accuracy = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[0] for run in runs))
     lost = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))

@@ -190,6 +190,7 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
         raise InvalidValueError(
             "Expected a record with simulated seconds but it has none.",
             hint="Give the strategy a `schedule`, such as `Deadline(Speeds(0.01))`.",
+            argument="schedule",
         )
     way, tested = sign(record), curves(record).get(model)
     if tested is None:

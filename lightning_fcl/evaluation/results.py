@@ -111,7 +111,7 @@ def read_results(folder: str | Path) -> dict[str, Any]:
     checksum = results.pop("checksum", None)
     if checksum != _checksum(results):
         raise InvalidValueError(
-            f"Expected {path} to be as it was written but its checksum is another.", hint="Repeat the run."
+            f"Expected {path} to be as it was written but its checksum is another.", hint="Repeat the run.", value=path
         )
     return results
 

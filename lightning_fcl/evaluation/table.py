@@ -153,6 +153,8 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
             raise InvalidValueError(
                 f"Expected one run per row and seed but got two of {row}, seed {seed}.",
                 hint="Leave out one of the two runs.",
+                argument="seed",
+                value=seed,
             )
         rows[row][seed] = one
     found: dict[str, dict[str, Cell]] = {}
@@ -229,7 +231,9 @@ def read_table(path: str | Path) -> Table:
         }
         return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidValueError(f"Expected {path} to hold a table but got: {error!r}.", hint=again) from error
+        raise InvalidValueError(
+            f"Expected {path} to hold a table but got: {error!r}.", hint=again, value=path
+        ) from error
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -64,6 +64,7 @@ def entries(module: nn.Module) -> State:
             raise InvalidValueError(
                 f"Expected a state of tensors but `{name}` is {what}, which no mean can take.",
                 hint="Keep it in a buffer.",
+                argument=name,
             )
         if id(value) not in seen:
             seen.add(id(value))
@@ -90,6 +91,7 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
         raise InvalidValueError(
             f"Expected the state of this {type(module).__name__} but there is {' and '.join(what)}.",
             hint="Build the module that the state is of.",
+            argument=(missing or unknown)[0],
         )
     for name, tensor in known.items():
         value = state[name]
@@ -112,6 +114,7 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
             raise InvalidValueError(
                 f"Expected a state of finite numbers but `{name}` has {wrong} of {value.numel()} that are not.",
                 hint="Take an earlier one.",
+                argument=name,
             )
 
 
@@ -144,6 +147,8 @@ def declare(state: Mapping[str, Tensor], *rules: Rules) -> dict[str, Reduction]:
                 f"Expected the pattern `{pattern}` in `reductions` to match an entry of the module's state but it "
                 "matches none.",
                 hint=f"The entries are: {', '.join(state)}.",
+                argument="reductions",
+                value=pattern,
             )
         reductions.update(dict.fromkeys(matches, reduction))
     return reductions

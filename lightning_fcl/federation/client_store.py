@@ -162,6 +162,7 @@ class ClientStore:
             raise InvalidValueError(
                 f"Expected the state of client {client} in {path} to be as it was written but {error}.",
                 hint="Go on from the newest checkpoint, which has all clients' states.",
+                value=path,
             ) from error
         for key, tensor in flat.items():
             section, name = key.split("\x1f")

@@ -96,7 +96,9 @@ class ExactSum:
             wrapped = (rounded - total).abs() > 2.0**62  # where 64 bits are not enough
             fits = not bool((wrapped | (rounded < low) | (rounded > high)).any())
         if not fits:
-            raise InvalidValueError(f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.")
+            raise InvalidValueError(
+                f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.", argument=self._entry
+            )
         return rounded.to(dtype)
 
     def mean(self, weight: float, like: Tensor) -> Tensor:

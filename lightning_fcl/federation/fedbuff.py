@@ -137,7 +137,11 @@ class FedBuff(Schedule):
 
     def _at(self, round: int) -> _Known:
         if round < self._first:
-            raise InvalidValueError(f"Expected a round from {self._first} on but got {round}, which has passed.")
+            raise InvalidValueError(
+                f"Expected a round from {self._first} on but got {round}, which has passed.",
+                argument="round",
+                value=round,
+            )
         for number in range(self._first, round + 1):
             gone = frozenset(self.deployment.participation.unavailable(number))
             known = self._known.get(number)
@@ -167,7 +171,9 @@ class FedBuff(Schedule):
                 skipped.add(flight.client)
         if not staleness:
             raise InvalidValueError(
-                f"Expected at least one client with data in round {round} but none has any.", hint="Lower `max_epochs`."
+                f"Expected at least one client with data in round {round} but none has any.",
+                hint="Lower `max_epochs`.",
+                argument="max_epochs",
             )
         clients, without = ([client for client in plan.clients if client in some] for some in (staleness, skipped))
         stale = {client: staleness[client] for client in clients if staleness[client]}
@@ -202,6 +208,8 @@ class FedBuff(Schedule):
                 f"Expected no `compression` beside `FedBuff` but got {compression.hparams()}: a code refers to the "
                 "server's state at the upload, which an asynchronous client does not know.",
                 hint="Leave `compression` out, or use a `Deadline` as the `schedule`.",
+                argument="compression",
+                value=compression,
             )
 
     def hparams(self) -> dict[str, Any]:
@@ -236,6 +244,7 @@ class BufferedServer(FederatedServer):
                     f"Expected the state that a client has downloaded to have `{name}` of shape {tuple(value.shape)} "
                     "but it is not so: the module has changed, or a checkpoint is damaged.",
                     hint="Begin anew.",
+                    argument=name,
                 )
         return {**self.state, **{name: version[name].to(value.device) for name, value in changing.items()}}
 

@@ -248,7 +248,8 @@ def _check(largest: float, weights: Weights, entry: str) -> None:
     if not largest * weights.largest < 2.0**_HIGHEST:
         raise InvalidValueError(
             f"Expected finite numbers below 8e270 in `{entry}`, each times its weight, but got {largest} and weights "
-            f"up to {weights.largest}."
+            f"up to {weights.largest}.",
+            argument=entry,
         )
 
 

@@ -135,6 +135,8 @@ def optimizer_memory(optimizer: Optimizer, begun: Sequence[Mapping[str, Any]] = 
                 "Expected an optimizer that keeps tensors and numbers for `keep_optimizer=True` but "
                 f"`{type(optimizer).__name__}` keeps a {type(value).__name__}, `{key}`.",
                 hint="Leave `keep_optimizer` out.",
+                argument="keep_optimizer",
+                value=type(optimizer).__name__,
             )
     kept = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for key, v in state.items()}
     return {key: torch.as_tensor(value).detach().clone() for key, value in kept.items()}

@@ -109,7 +109,8 @@ Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: i
     federation = federation_of(trainer)
     if federation is None:
         raise InvalidValueError(
-            f'Expected a Trainer with `strategy="federated"` for `{name}` but got a plain one: {why}.'
+            f'Expected a Trainer with `strategy="federated"` for `{name}` but got a plain one: {why}.',
+            argument="strategy",
         )
     return federation
 

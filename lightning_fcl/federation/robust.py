@@ -166,7 +166,9 @@ def check_finite(state: Mapping[str, Tensor], names: Sequence[str], when: str) -
     wrong = [name for name in names if not torch.isfinite(state[name].sum())]
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
-        raise InvalidValueError(f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.")
+        raise InvalidValueError(
+            f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.", argument=wrong[0]
+        )
 
 
 def check_still_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -199,4 +201,6 @@ def check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names
             f"by {times:.3g} times.",
             hint="Go on from the checkpoint before it, with other reductions, a lower learning rate of "
             "`server_optimizer`, or a larger `largest-update` of the run's configuration.",
+            argument="largest-update",
+            value=times,
         )

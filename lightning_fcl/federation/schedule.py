@@ -247,6 +247,8 @@ class Participation:
                 f"Expected no `swarm` beside `schedule` but got {swarm.hparams()}: a `{type(schedule).__name__}` is "
                 "kept by a server, which a swarm has not.",
                 hint="Leave `swarm` or `schedule` out.",
+                argument="swarm",
+                value=swarm,
             )
         self.clients = clients
         self.seed = seed
@@ -279,13 +281,17 @@ class Participation:
         return f"{min(clients, count_drawn(self.clients, clients))} of {clients} clients {time}"
 
     def check_rounds(self, rounds: int) -> None:
-        """Refuse settings that name rounds which a stream of so many does not have."""
-        for round in self.swarm.rounds if self.swarm is not None else ():
+        """Raise ValueError if the swarm names a round that is not one of the stream's first ``rounds``."""
+        if self.swarm is None:
+            return
+        for round in self.swarm.rounds:
             if round >= rounds:
                 raise InvalidValueError(
                     f"Expected `missing` and `leaves` of the swarm to name rounds of the stream, 0 to {rounds - 1}, "
                     f"but got {round}, which never comes.",
                     hint="Name an earlier one.",
+                    argument="leaves" if round in self.swarm.leaves.values() else "missing",
+                    value=round,
                 )
 
     def check_samples(self, plan: Plan, rounds: int) -> None:
@@ -296,6 +302,7 @@ class Participation:
                     f"Expected a client with at least {self.min_samples} samples in each round, but got none in round "
                     f"{round}, and the module cannot train on a batch of one sample.",
                     hint="Use fewer clients or experiences, or replace batch normalization by group normalization.",
+                    argument="min_samples",
                 )
 
     def candidates(self, plan: Plan, round: int) -> set[str]:
@@ -325,7 +332,10 @@ class Participation:
         present = self.candidates(plan, round)
         if not present:
             gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
-            raise InvalidValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
+            raise InvalidValueError(
+                f"Expected at least one client with data in round {round} but none has any{gone}.",
+                argument="max_epochs",
+            )
         number = count_drawn(self.clients, len(clients))
         if number >= len(clients) == len(present):
             return list(clients), []

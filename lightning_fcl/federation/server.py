@@ -120,7 +120,7 @@ class FederatedServer:
         for name, (value, reduction) in (extra or {}).items():
             if name in self.state:
                 raise InvalidValueError(
-                    f"Expected extra entries beside those of the module but got `{name}`, which it has."
+                    f"Expected extra entries beside those of the module but got `{name}`, which it has.", argument=name
                 )
             self.reductions[name] = resolve(name, reduction)
             self.state[name] = self.extra[name] = plain_tensor(self.extra.get(name, value)).to(value.device, copy=True)
@@ -205,7 +205,8 @@ class FederatedServer:
         missing = [name for name, reduction in self.reductions.items() if reduction.up and name not in states]
         if missing:
             raise InvalidValueError(
-                f"Expected clients' states with {quoted(missing)}, which travel up, but they have none."
+                f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.",
+                argument=missing[0],
             )
         weights = weigh(self.client_weights, parts)
         coding = self.compression is not None  # then other numbers are added up

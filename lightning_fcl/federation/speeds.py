@@ -181,7 +181,9 @@ def _checked(client: str, own: Any) -> dict[str, float]:
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidValueError(
             f"Expected the speed of client {client} to name {', '.join(_FIELDS)}, each with a number, but got "
-            f"{own!r:.100}: {error}"
+            f"{own!r:.100}: {error}",
+            argument=client,
+            value=own,
         ) from error
 
 
@@ -190,7 +192,9 @@ def _read(path: Path) -> dict[str, Any]:
     if path.suffix != ".csv":
         found = read_yaml(path)
         if not isinstance(found, Mapping):
-            raise InvalidValueError(f"Expected {path} to map clients to their speeds but got {found!r:.100}.")
+            raise InvalidValueError(
+                f"Expected {path} to map clients to their speeds but got {found!r:.100}.", value=path
+            )
         return {str(client): own for client, own in found.items()}
     try:
         rows = list(csv.DictReader(read_lines(path, "Write it anew.")))
@@ -198,12 +202,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise InvalidValueError(f"Expected {path} to be CSV but got: {error}.", hint="Write it anew.") from error
     if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
         raise InvalidValueError(
-            f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.", hint="Mend it."
+            f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.",
+            hint="Mend it.",
+            argument=_CLIENT,
+            value=path,
         )
     clients = [row.pop(_CLIENT) for row in rows]
     if twice := [client for client, times in Counter(clients).items() if times > 1]:
         raise InvalidValueError(
-            f"Expected each client once in {path} but {twice[0]} comes twice.", hint="Leave one out."
+            f"Expected each client once in {path} but {twice[0]} comes twice.",
+            hint="Leave one out.",
+            argument=_CLIENT,
+            value=twice[0],
         )
     return {
         client: {name: text for name, text in row.items() if text} for client, row in zip(clients, rows, strict=True)

@@ -48,7 +48,11 @@ class Swarm:
         self.leaves = {str(node): int(round) for node, round in (leaves or {}).items()}
         for round in self.rounds:
             if round < 0:
-                raise InvalidValueError(f"Expected rounds of `missing` and `leaves` from 0 on but got {round}.")
+                raise InvalidValueError(
+                    f"Expected rounds of `missing` and `leaves` from 0 on but got {round}.",
+                    argument="leaves" if round in self.leaves.values() else "missing",
+                    value=round,
+                )
 
     @property
     def nodes(self) -> list[str]:

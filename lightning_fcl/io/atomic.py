@@ -68,12 +68,14 @@ def writing(path: Path, size: int | None = None, then: str = "go on from the new
                 f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. "
                 "Nothing that was there is lost.",
                 hint=f"Make room, then {then}.",
+                value=path,
             ) from error
         if error.errno in _CLOSED:
             how = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
             raise FileAccessError(
                 f"Expected to write {path} but got: {error}.",
                 hint=f"Create its folder, with permission to write, or use another folder{how}.",
+                value=path,
             ) from error
         raise
 

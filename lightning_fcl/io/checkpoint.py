@@ -28,6 +28,8 @@ def local_checkpoint(path: str | Path) -> Path:
         raise InvalidValueError(
             f"Expected a checkpoint from afar to tell its SHA-256 but got {path}.",
             hint="Append `#sha256=` and the 64 digits of the checksum, or download the file and pass its path.",
+            argument="sha256",
+            value=path,
         )
     digest = digest.lower()
     return download(url, cache_folder() / "checkpoints" / f"{digest}.ckpt", digest)
@@ -37,7 +39,7 @@ def checkpoint_file(path: str | Path) -> Path:
     """The file of a checkpoint, which is refused if there is none."""
     file = local_checkpoint(path)
     if not file.exists():
-        raise MissingFileError(f"Expected a checkpoint at {path} but there is none.", hint=_instead(file))
+        raise MissingFileError(f"Expected a checkpoint at {path} but there is none.", hint=_instead(file), value=path)
     return file
 
 
@@ -57,6 +59,7 @@ def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, 
             f"Expected a whole checkpoint of tensors and plain values at {path} but could not read it ("
             f"{first_line(error)}).",
             hint=error.hint if isinstance(error, LimitError) else _instead(file),
+            value=path,
         ) from error
     return checkpoint
 

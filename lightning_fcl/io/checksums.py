@@ -25,6 +25,7 @@ def read_sums(path: Path) -> dict[str, str]:
             raise InvalidValueError(
                 f"Expected a file's name and its SHA-256 in each line of {path} but got {line[:100]!r}.",
                 hint=AGAIN,
+                value=path,
             )
     return dict(line.split(" ") for line in lines)
 
@@ -38,4 +39,5 @@ def check_digest(path: Path, digest: str) -> None:
         raise InvalidValueError(
             f"Expected {path} to be as it was published but its checksum is another: it is damaged.",
             hint=AGAIN,
+            value=path,
         )

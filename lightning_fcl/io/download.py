@@ -33,6 +33,7 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
             raise ConnectionFailedError(
                 f"Expected {path} to be there, as nothing is downloaded in offline mode, but it is not.",
                 hint=f"Unset LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or download {url} to this path by hand.",
+                value=path,
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         pooch.get_logger().setLevel("WARNING")  # the bar shows it
@@ -43,11 +44,14 @@ def download(url: str, path: Path, digest: str, then: str = "") -> Path:
             raise ConnectionFailedError(
                 f"Expected to download {url} but got: {error}.",
                 hint=f"Try again, or download it by hand to {path}{then}.",
+                value=url,
             ) from error
         except ValueError as error:
             raise InvalidValueError(
                 f"Expected the file of digest {digest} from {url} but got: {error}. Nothing of it is kept.",
                 hint="Try again. If the file has changed, ask its publisher for the new digest.",
+                argument="sha256",
+                value=digest,
             ) from error
     return path
 
@@ -136,7 +140,12 @@ class Source:
         hint = self.by_hand.format(url=self.url, root=root) or f"Run {self.command}"
         if self.holds:
             hint += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.holds}"
-        raise MissingFileError(f"Expected {self.title} below `root` but found nothing in {root}.", hint=f"{hint}.")
+        raise MissingFileError(
+            f"Expected {self.title} below `root` but found nothing in {root}.",
+            hint=f"{hint}.",
+            argument="root",
+            value=root,
+        )
 
     def fetch(self, root: str | Path | None = None) -> Path:
         """Download the files, verify and unpack them, whole or not at all; what is there is not downloaded again."""
@@ -159,6 +168,7 @@ class Source:
             raise FileAccessError(
                 f"Expected to unpack {archive} to {target} but got: {error}.",
                 hint=f"Make room, or delete {target}, and run {self.command} again.",
+                value=archive,
             ) from error
         archive.unlink()
         return target

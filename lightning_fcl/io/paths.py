@@ -35,6 +35,8 @@ def inside(folder: Path, *names: object) -> Path:
             f"Expected a plain name of something inside {folder} but got {'/'.join(map(str, names))[:300]!r}, which "
             "may be taken for another or leads elsewhere.",
             hint="Use a name of letters, digits, `_` and `-` that is no link to another folder.",
+            argument="name",
+            value="/".join(map(str, names)),
         )
     return path
 

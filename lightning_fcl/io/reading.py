@@ -25,12 +25,14 @@ def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
             raise ValueError(f"a {'folder' if path.is_dir() else 'device'}")
         yield
     except FileNotFoundError as error:
-        raise MissingFileError(f"Expected the file {path} but it is missing.", hint=remedy) from error
+        raise MissingFileError(f"Expected the file {path} but it is missing.", hint=remedy, value=path) from error
     except MemoryError:  # the machine's want, not the file's
         raise
     except Exception as error:
         hint = error.hint if isinstance(error, LimitError) else remedy
-        raise DamagedFileError(f"Expected {path} {what} but got: {first_line(error)}.", hint=hint) from error
+        raise DamagedFileError(
+            f"Expected {path} {what} but got: {first_line(error)}.", hint=hint, value=path
+        ) from error
 
 
 class LimitError(ValueError):
@@ -79,7 +81,7 @@ def check_members(archive: ZipFile, packed: int) -> None:
 def existing(path: Path, what: str, remedy: str) -> Path:
     """Return the path of a file. Raise MissingFileError if there is no such file."""
     if not path.is_file():
-        raise MissingFileError(f"Expected {what}{path} but found no such file.", hint=remedy)
+        raise MissingFileError(f"Expected {what}{path} but found no such file.", hint=remedy, value=path)
     return path
 
 
@@ -93,12 +95,14 @@ def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
     try:
         content = json.loads(existing(path, what, remedy).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}.", hint=remedy) from error
+        raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}.", hint=remedy, value=path) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != form:
         raise InvalidValueError(
             f"Expected {path} to be of format {form} but it is of {'none' if found is None else found}: it is "
             "damaged, or another version of lightning-fcl wrote it.",
             hint=remedy,
+            argument="format",
+            value=found,
         )
     return dict(content)

@@ -51,9 +51,11 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 
 def read_yaml(path: Path) -> Any:
     if path.is_block_device() or path.is_char_device():
-        raise InvalidValueError(f"Expected {path} to be a YAML file but it is a device.", hint="Name a file.")
+        raise InvalidValueError(
+            f"Expected {path} to be a YAML file but it is a device.", hint="Name a file.", value=path
+        )
     if not path.exists():
-        raise MissingFileError(f"Expected a YAML file at {path} but there is none.")
+        raise MissingFileError(f"Expected a YAML file at {path} but there is none.", value=path)
     if (size := path.stat().st_size) > SIZE:
         raise InvalidValueError(
             f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}.", hint="Cut it."
@@ -63,7 +65,7 @@ def read_yaml(path: Path) -> Any:
     except _LimitError as error:
         raise InvalidValueError(f"Expected {path} to be YAML but got: {error.message}", hint=error.hint) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidValueError(f"Expected {path} to be YAML but got: {one_line(error)}.") from error
+        raise InvalidValueError(f"Expected {path} to be YAML but got: {one_line(error)}.", value=path) from error
 
 
 def load_yaml(text: str) -> Any:
@@ -84,21 +86,31 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
     jsonargparse = require("jsonargparse", "reads documents")
     known = [field.name for field in fields(kind) if field.name not in made]  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
-        raise InvalidValueError(f"Expected {where} to hold values by name but got {str(content)[:100]!r}.")
+        raise InvalidValueError(
+            f"Expected {where} to hold values by name but got {str(content)[:100]!r}.", value=content
+        )
     for name in content:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UnknownNameError(f"Expected {', '.join(known)} in {where} but got {str(name)[:100]}.", hint=hint)
+            raise UnknownNameError(
+                f"Expected {', '.join(known)} in {where} but got {str(name)[:100]}.", hint=hint, argument=str(name)
+            )
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, skip={*made})
     try:
         values = parser.parse_object(deepcopy(dict(content)))
     except jsonargparse.ArgumentError as error:
-        raise InvalidValueError(f"Expected {where} to be understood but got: {one_line(error)}.") from error
+        raise InvalidValueError(
+            f"Expected {where} to be understood but got: {one_line(error)}.", code="not-understood"
+        ) from error
     try:
         return kind(**vars(values), **made)
     except ValueError as error:
-        raise InvalidValueError(f"{error} It is said in {where}.") from error
+        raise InvalidValueError(
+            f"{error} It is said in {where}.",
+            argument=getattr(error, "argument", None),
+            value=getattr(error, "value", None),
+        ) from error
 
 
 def resolve_maker(path: str) -> Any:

@@ -149,6 +149,8 @@ class LocalSteps:
                     "Expected `accumulate_grad_batches=1` for gradients of single samples (`grad_sample`), of which "
                     f"the optimizer would see the last batch's alone, but got {self.every}.",
                     hint="Set a larger `batch_size`.",
+                    argument="accumulate_grad_batches",
+                    value=self.every,
                 )
             gradient = p.grad.detach().clone()
             if active < self.active:  # the others have no such batch
@@ -219,5 +221,6 @@ def client_steps(trainer: L.Trainer) -> int | float:
         raise InvalidValueError(
             "Expected a client that trains for `client_steps` but none does.",
             hint="Ask within a step, or in a batch's hooks.",
+            argument="client_steps",
         )
     return federation.batches

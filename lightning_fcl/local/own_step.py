@@ -213,6 +213,8 @@ class StepTrainer(StackedTrainer):
                 "Expected a `training_step` that leaves nothing on the module, as clients train side by side, but in "
                 f"round {self._client_rounds[0].round} it has changed {quoted(changed)}.",
                 hint="Set `cohort_size=1`.",
+                argument="cohort_size",
+                value=changed,
             )
         self._leaves = []
         return super().finish()

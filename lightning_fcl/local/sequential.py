@@ -129,6 +129,7 @@ class SequentialTrainer:
                 "Expected a module whose state is there before it trains but a step of client "
                 f"{self._client_rounds[0].client} has made {quoted(new)}.",
                 hint="Make it in `__init__` or in `configure_model`.",
+                argument=new[0],
             )
         losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
         finite = all(map(math.isfinite, losses)) and (not self._methods or bool(driver_of(self._module.trainer).finite))

@@ -79,6 +79,8 @@ class MovesServer(Method):
                 "Expected a server that goes to the mean of what all clients have trained from its model, for "
                 f"`{type(self).__name__}`, which moves it from there, but got {got}.",
                 hint=f"Leave {got.removesuffix(' before it')} out, or `{type(self).__name__}`.",
+                argument=type(self).__name__,
+                value=got,
             )
 
 
@@ -159,6 +161,8 @@ class SCAFFOLD(Method):
                 "Expected SGD without dampening, at one rate in a round, for `SCAFFOLD`, which reads gradients off "
                 f"its moves, but got {settings}{', scheduled by step' * scheduled}.",
                 hint="Use SGD, and schedules by round.",
+                argument="optimizer",
+                value=settings["class"],
             )
 
     def server_state(self, module: L.LightningModule) -> State:

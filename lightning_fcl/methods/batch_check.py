@@ -33,6 +33,7 @@ def check_batch(method: Declaration, batch: Batch, stored: bool = True) -> None:
         raise InvalidTypeError(
             f"Expected batches `[x, y]` for `{type(method).__name__}` but got {_kind_of(batch)}.",
             hint="Return a pair from your dataset.",
+            argument="batch",
         )
     if stored:
         check_stored(method, batch)
@@ -82,6 +83,7 @@ def check_stored(method: Declaration, batch: Batch) -> None:
                 f"but `{part}` is {_described(value)}.",
                 hint="Return tensors of one shape from the dataset or its `collate_fn`: pad sequences and encode "
                 f"text. Or remove `{name}`.",
+                argument=part,
             )
 
 

@@ -49,6 +49,8 @@ class Agent(SimpleNamespace):
             f"Expected a selection strategy that asks for the model and its device but `{self.asks}` asks for "
             f"`{name}`, which only Avalanche's own training loop has.",
             hint="Use another.",
+            argument=self.asks,
+            value=name,
         )
 
 

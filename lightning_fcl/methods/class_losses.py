@@ -88,6 +88,7 @@ class LogitAdjustment(Method):
             raise InvalidValueError(
                 f"Expected a module with `num_classes` for `LogitAdjustment` but got a `{type(module).__name__}`.",
                 hint="Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`.",
+                argument="num_classes",
             )
         return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
 

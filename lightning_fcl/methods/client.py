@@ -96,7 +96,9 @@ class Client:
     def module(self) -> L.LightningModule:
         """The module that the Trainer trains."""
         if self._module is None:
-            raise InvalidStateError("Expected a client of a Trainer for `client.module` but got one of none.")
+            raise InvalidStateError(
+                "Expected a client of a Trainer for `client.module` but got one of none.", argument="module"
+            )
         return self._module
 
     @property
@@ -201,7 +203,7 @@ class Step:
 
         def __getattr__(self, name: str) -> Tensor:
             if name in ("x", "output"):
-                raise InvalidStateError(self._why)
+                raise InvalidStateError(self._why, argument=name)
             raise AttributeError(name)
 
     def mean(self, values: Tensor) -> Tensor:

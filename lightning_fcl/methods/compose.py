@@ -37,13 +37,19 @@ def check_compatible(methods: Sequence[Declaration]) -> None:
         names = [*dict.fromkeys(type(method).__name__ for method in overriding(methods, function))]
         if len(names) > 1:
             raise InvalidValueError(
-                f"Expected at most one method that {does} but got {' and '.join(names)}.", hint="Remove one."
+                f"Expected at most one method that {does} but got {' and '.join(names)}.",
+                hint="Remove one.",
+                argument="callbacks",
+                value=names,
             )
     names = [type(method).__name__ for method in methods]
     for name in names:
         if names.count(name) > 1:
             raise InvalidValueError(
-                f"Expected each method once but got `{name}` {names.count(name)} times.", hint="Remove the others."
+                f"Expected each method once but got `{name}` {names.count(name)} times.",
+                hint="Remove the others.",
+                argument="callbacks",
+                value=name,
             )
 
 
@@ -54,6 +60,8 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
         raise InvalidValueError(
             f'Expected a Trainer without loss scaling for `{name}` but got `precision="{trainer.precision}"`.',
             hint='Use "bf16-mixed" or "32-true".',
+            argument="precision",
+            value=trainer.precision,
         )
     if needs.loss:
         states_loss(module, f" for `{name}`")
@@ -66,6 +74,8 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
             f'Expected `client_weights="uniform"` for `{name}`, in whose correction all clients count alike, but got '
             f"{weights!r}.",
             hint='Use `FederatedStrategy(client_weights="uniform")`.',
+            argument="client_weights",
+            value=weights,
         )
     if not needs.head:
         return
@@ -85,6 +95,8 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
             raise InvalidValueError(
                 f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}".',
                 hint=f'Give the strategy `reductions={{"{head}": "none"}}`.',
+                argument="reductions",
+                value=name,
             )
 
 

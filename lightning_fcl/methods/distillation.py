@@ -75,6 +75,8 @@ class FLwF2T(Method):
                 hint="Lower one of them, so that the weight of the server's model, 1 - alpha - beta, is at least 0."
                 if self.alpha + self.beta > 1 + 1e-9
                 else "Use a `beta` between 0 and 1 - alpha.",
+                argument="beta",
+                value=self.beta,
             )
 
     def on_download(self, client: Client) -> Memory:

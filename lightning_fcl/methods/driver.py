@@ -344,4 +344,6 @@ def _refuse_output(method: Declaration, module: L.LightningModule, why: str) -> 
         f"Expected logits of shape (batch, classes), two or more, for `{type(method).__name__}`, which compares "
         f"classes by them, but {why}.",
         hint=f"Let `{type(module).__name__}.forward` give one for each class, or leave `{type(method).__name__}` out.",
+        argument="forward",
+        value=type(module).__name__,
     )

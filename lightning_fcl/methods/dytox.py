@@ -97,6 +97,8 @@ class DyToxTraining(Episodic):
                 "Expected a stream that tells tasks of classes, the same for all clients, for `DyToxTraining` but got "
                 f"{stream}.",
                 hint='Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.',
+                argument="scenario",
+                value=stream.scenario,
             )
         if stream is not None:
             model.assign(stream.plan.common_tasks)
@@ -168,6 +170,8 @@ class DyToxTraining(Episodic):
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
                 "is left to learn it.",
                 hint="Raise `max_epochs`.",
+                argument="balanced_epochs",
+                value=self.balanced_epochs,
             )
         chosen = balanced(memory["y"].cpu(), generator).to(memory["y"].device)
         return memory["x"][chosen], memory["y"][chosen]
@@ -232,6 +236,8 @@ def net_of(module: L.LightningModule) -> DyTox:
         raise InvalidValueError(
             f"Expected one `DyTox` in the module for `DyToxTraining` but got {len(found)}.",
             hint="Use `Classifier(model=DyTox(...))`.",
+            argument="model",
+            value=len(found),
         )
     return found[0]
 
@@ -247,5 +253,7 @@ def _task_of(model: DyTox, labels: Tensor, client: str) -> int:
             f"Expected an experience of classes of one task of `DyTox` but client {client} has those of the tasks "
             f"{', '.join(map(str, tasks)) or 'none'}.",
             hint="Give `DyTox(tasks=...)` the classes of each experience.",
+            argument="tasks",
+            value=tasks,
         )
     return int(tasks[0])

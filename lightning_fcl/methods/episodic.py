@@ -159,7 +159,9 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning."""
     if not isinstance(data, list | tuple) or len(data) != 2:
         parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
-        raise InvalidTypeError(f"Expected samples `[x, y]` to remember but got {parts}.", hint="Return pairs instead.")
+        raise InvalidTypeError(
+            f"Expected samples `[x, y]` to remember but got {parts}.", hint="Return pairs instead.", argument="data"
+        )
     x, y = data
     if x.is_floating_point() and not torch.isfinite(x.sum()):
         finite = torch.isfinite(x).flatten(1).all(dim=1)
@@ -319,6 +321,8 @@ class BCN(Episodic):
             raise InvalidTypeError(
                 f"Expected inputs of floating-point numbers, which `BCN` can move, but got {x.dtype}.",
                 hint="Give it `eps=0`.",
+                argument="x",
+                value=x.dtype,
             )
         fixed = {name: value.detach() for name, value in step.params.items()}
 

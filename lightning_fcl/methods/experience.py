@@ -77,4 +77,5 @@ def check_in_step(method: Declaration, module: L.LightningModule) -> None:
             "whose server state starts anew with each experience, but got clients that enter experiences in different "
             "rounds.",
             hint="Use a scenario other than `Staggered`, or `SCAFFOLD`.",
+            argument="scenario",
         )

@@ -217,6 +217,8 @@ class FedWEIT(Method):
                 "Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
                 f"got {', '.join(others)}.",
                 hint="Remove it.",
+                argument="callbacks",
+                value=others,
             )
         federation, model = federation_of(trainer), decomposed_of(pl_module)
         assert federation is not None  # as it needs one
@@ -247,6 +249,8 @@ class FedWEIT(Method):
                     f'"{reductions[name]}".',
                     hint='Give the strategy `reductions={"model.tasks.*": "none", "model.net.head.*": "none", '
                     '"model.net.body.*weight": "sparse_mean"}`.',
+                    argument="reductions",
+                    value=name,
                 )
 
     def leave(self, module: L.LightningModule) -> None:
@@ -267,6 +271,8 @@ def decomposed_of(module: L.LightningModule) -> Decomposed:
         raise InvalidValueError(
             f"Expected a `Classifier` of a `Decomposed` network for `FedWEIT` but got one of `{type(model).__name__}`.",
             hint="Wrap it: `Decomposed(net, tasks=10)`.",
+            argument="model",
+            value=type(model).__name__,
         )
     return model
 

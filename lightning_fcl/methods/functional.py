@@ -189,6 +189,7 @@ def states_loss(module: nn.Module, for_what: str = "") -> StatesLoss:
             f"Expected a module that states its loss apart{for_what}, as `Classifier` does in `sample_loss(output, "
             f"y)`, but got a `{type(module).__name__}`.",
             hint="Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`.",
+            argument="sample_loss",
         )
     return module
 

@@ -78,6 +78,8 @@ class Fed3R(Method):
                 f'Expected a stream with `history="round"` for `Fed3R` but got "{stream.plan.history}": samples that '
                 "come again would count twice.",
                 hint="Leave `history` out.",
+                argument="history",
+                value=stream.plan.history,
             )
         if len(stream.plan.base):
             self._base = self._sums(pl_module, entries(pl_module), stream.take(stream.plan.base))
@@ -123,6 +125,8 @@ def last_layer(module: L.LightningModule) -> tuple[str, str]:
         "Expected a module whose last layer is an `nn.Linear` with a bias, from its `features` to its `num_classes`, "
         f"but this `{type(module).__name__}` has none.",
         hint="Use a `Classifier` with such a network.",
+        argument="module",
+        value=type(module).__name__,
     )
 
 

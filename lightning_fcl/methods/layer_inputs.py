@@ -38,6 +38,8 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
             "Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
             f"`{type(module).__name__}` has none.",
             hint="Use one that has, or another method.",
+            argument="module",
+            value=type(module).__name__,
         )
     return chosen
 

@@ -75,6 +75,8 @@ class APFL(Method):
                 f"Expected `accumulate_grad_batches=1` for `{type(self).__name__}`, whose personal model steps with "
                 f"each batch, but got {trainer.accumulate_grad_batches}.",
                 hint="Raise the stream's `batch_size` instead.",
+                argument="accumulate_grad_batches",
+                value=trainer.accumulate_grad_batches,
             )
         self._trainable = [*trainable(pl_module)]
 

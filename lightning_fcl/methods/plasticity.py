@@ -85,7 +85,9 @@ class IntrinsicPlasticity(Method):
         if not isinstance(pl_module, ReservoirTask):
             raise InvalidValueError(
                 "Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
-                f"`{type(pl_module).__name__}`, which has no reservoir."
+                f"`{type(pl_module).__name__}`, which has no reservoir.",
+                argument="module",
+                value=type(pl_module).__name__,
             )
         pl_module.plasticity, stream = self, stream_of(trainer)
         if stream is not None and len(set(stream.plan.experiences.values())) > 1:
@@ -93,6 +95,8 @@ class IntrinsicPlasticity(Method):
                 "Expected clients that pass from experience to experience in the same rounds for "
                 f'`IntrinsicPlasticity` but those of the scenario "{stream.scenario}" do not.',
                 hint="Use another `scenario`.",
+                argument="scenario",
+                value=stream.scenario,
             )
         numbers = next(iter(stream.plan.experiences.values())) if stream is not None else ()
         adapts = len(set(numbers)) < len(numbers) if numbers else trainer.max_epochs != 1
@@ -101,6 +105,7 @@ class IntrinsicPlasticity(Method):
                 "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, "
                 "the readout's: nothing would adapt.",
                 hint="Raise `rounds_per_experience` and `max_epochs`.",
+                argument="max_epochs",
             )
 
     def leave(self, module: L.LightningModule) -> None:
@@ -146,6 +151,8 @@ class IntrinsicPlasticity(Method):
             raise InvalidValueError(
                 f"Expected gain and bias to stay finite but they diverged with eta={self.eta}, sigma={self.sigma}.",
                 hint="Lower `eta`, raise `sigma`, or set `normalize_grad=True`.",
+                argument="eta",
+                value=self.eta,
             )
         low = gain < self.min_gain
         if low.any():

@@ -152,6 +152,8 @@ def _refuse(gradient: bool, others: list[bool]) -> None:
     raise InvalidValueError(
         f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(where)}.",
         hint="Lower the learning rate, or clip what diverges.",
+        argument="gradient",
+        value=where,
     )
 
 

@@ -82,6 +82,7 @@ def no_sums(module: L.LightningModule) -> Tensor:
             "Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
             f"`{type(module).__name__}`.",
             hint="Use a `Classifier`, or define them beside `speaks_lightning_fcl = True`.",
+            argument="embed",
         )
     return next(module.parameters()).new_zeros(module.num_classes, 1 + module.features)
 

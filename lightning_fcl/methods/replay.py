@@ -109,6 +109,8 @@ class Replay(Method):
                 raise InvalidValueError(
                     "Expected no `repeat` beside `buffer` but got both.",
                     hint="Leave `repeat` out, or leave `buffer` out and use `policy` and `max_size`.",
+                    argument="repeat",
+                    value=self.repeat,
                 )
             self.max_size = self.buffer.max_size
         if self.transform is not None and not callable(self.transform):
@@ -142,6 +144,8 @@ class Replay(Method):
                 'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` '
                 f"but got {stream}.",
                 hint="Leave `base` out.",
+                argument="base",
+                value=self.base,
             )
         data = plain_samples(stream.take(stream.plan.base))
         for name in stream.plan.clients:

@@ -94,6 +94,7 @@ def join_batch(method: Declaration, client: Client, batch_idx: int) -> None:
             f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(method).__name__}` but "
             f"got {type(batch).__name__}.",
             hint="Return a pair from your dataset.",
+            argument="batch",
         )
     batch[:] = plain_samples(batch)
     samples = method.replay_samples(client)
@@ -229,7 +230,9 @@ def _checked(transform: ReplayTransform, sample: Mapping[str, Tensor]) -> Mappin
         got = f"{tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise _ChangedSampleError(
             f"Expected `transform` to keep the shape and dtype of `{name}` in a replay sample, {shape} and {dtype}, "
-            f"but got {got}. Move changes of shape or dtype into the dataset."
+            f"but got {got}. Move changes of shape or dtype into the dataset.",
+            argument="transform",
+            value=name,
         )
     return changed
 

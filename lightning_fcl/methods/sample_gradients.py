@@ -137,6 +137,7 @@ def gradients_of_samples(
             raise InvalidTypeError(
                 f"Expected `{type(module).__name__}.forward` to return a tensor but got {type(output).__name__}.",
                 hint="Return the logits alone.",
+                argument="forward",
             )
         return objective(output, y)
 

@@ -89,6 +89,8 @@ class TARGET(Method):
                     "Expected images, shape (channels, height, width), for `TARGET` but got samples of shape "
                     f"{self._size}.",
                     hint="Use another method.",
+                    argument="x",
+                    value=self._size,
                 )
             statistics_layers(pl_module)
 

@@ -57,7 +57,9 @@ class Unlearning(Method):
         if reason is not None:
             raise InvalidValueError(
                 "Expected a task of ridge regression that shares its statistics for `Unlearning` but got a "
-                f"`{type(pl_module).__name__}` that {reason}."
+                f"`{type(pl_module).__name__}` that {reason}.",
+                argument="module",
+                value=type(pl_module).__name__,
             )
         self._federation = federation_of(trainer)
         self._forget_again()

@@ -173,6 +173,7 @@ def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, 
             raise UnknownNameError(
                 f"Expected options of {kind.__name__}, which are {', '.join(known)}, but got {name!r}.",
                 hint=did_you_mean(name, known),
+                argument=name,
             )
     return options
 

@@ -146,4 +146,6 @@ def check_images(x: Tensor, takes: tuple[int, ...]) -> None:
         raise InvalidValueError(
             f"Expected images of shape {takes} (channels, height, width) but got {tuple(x.shape[1:])}.",
             hint="Resize them, or build the model with their `image_size` and `channels`.",
+            argument="image_size",
+            value=tuple(x.shape[1:]),
         )

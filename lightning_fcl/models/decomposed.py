@@ -170,6 +170,8 @@ class Decomposed(Described):
             raise InvalidValueError(
                 f"Expected at most {begun} tasks, as many as `tasks` says, but another begins.",
                 hint="Pass a larger `tasks` to `Decomposed`.",
+                argument="tasks",
+                value=begun,
             )
         own, base = self._task(begun), self.base()
         own.adaptive.data = base / 3

@@ -111,7 +111,7 @@ def cast_arguments(make: Callable[..., object], arguments: Mapping[str, object],
     except TypeError as error:
         hint = "".join(did_you_mean(key, signature.parameters) for key in arguments if key not in signature.parameters)
         raise UnknownNameError(
-            f"Expected arguments of {_named(make)} for `{name}` but got others: {error}.", hint=hint
+            f"Expected arguments of {_named(make)} for `{name}` but got others: {error}.", hint=hint, argument=name
         ) from None
     hints = get_type_hints(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
     cast: dict[str, object] = {}
@@ -121,7 +121,11 @@ def cast_arguments(make: Callable[..., object], arguments: Mapping[str, object],
             cast[key] = _cast(value, hint)
         except TypeError:
             kind = hint.__name__ if isinstance(hint, type) and not get_origin(hint) else hint
-            raise InvalidValueError(f"Expected `{name}.{key}` to be of type {kind} but got {value!r}.") from None
+            raise InvalidValueError(
+                f"Expected `{name}.{key}` to be of type {kind} but got {value!r}.",
+                argument=f"{name}.{key}",
+                value=value,
+            ) from None
     return cast
 
 

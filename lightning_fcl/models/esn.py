@@ -92,6 +92,7 @@ class EchoStateNetwork(Described):
                     "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones "
                     "have none.",
                     hint="Raise `recurrent_connectivity` or `units`, or take another `seed`.",
+                    argument="recurrent_connectivity",
                 )
             rescaled = (recurrent.double() * (spectral_radius / current)).to(recurrent.dtype)
             self.register_buffer(f"recurrent_weight_{layer}", rescaled)
@@ -199,11 +200,15 @@ class EchoStateNetwork(Described):
                 f"Expected inputs of shape (batch, time, {self.in_features}) but got {tuple(x.shape)}.",
                 hint="Set the reservoir's `in_features` to the data's number of features, and put time before "
                 "features.",
+                argument="in_features",
+                value=tuple(x.shape),
             )
         if x.shape[1] <= self.washout:
             raise InvalidValueError(
                 f"Expected sequences longer than the washout of {self.washout} steps but got {x.shape[1]} steps.",
                 hint="Lower `washout` or cut longer sequences.",
+                argument="washout",
+                value=self.washout,
             )
         x = x.to(self.gain.dtype)
         if not torch.compiler.is_exporting() and not torch.isfinite(x.sum()):  # a file has no place for an error
@@ -213,6 +218,8 @@ class EchoStateNetwork(Described):
                     f"Expected finite sequences but {len(bad)} of {len(x)} hold NaN or infinite values, the first of "
                     f"them number {int(bad[0])} of the batch.",
                     hint="Mend or drop these sequences.",
+                    argument="x",
+                    value=bad.tolist(),
                 )
         return x
 

@@ -71,6 +71,8 @@ def statistics_layers(network: nn.Module) -> list[_BatchNorm]:
             "Expected a network with layers of batch normalisation that keep statistics but "
             f"`{type(network).__name__}` has none.",
             hint="Use one that has, or another method.",
+            argument="network",
+            value=type(network).__name__,
         )
     return layers
 

@@ -130,10 +130,14 @@ class RidgeReadout(DoublePrecision):
                 f"Expected a readout with all of B to take samples away from but got one of rank {self.rank}: what "
                 "was cut off of all samples together tells nothing of some.",
                 hint="Leave out `rank`.",
+                argument="rank",
+                value=self.rank,
             )
         if other.n > self.n:
             raise InvalidValueError(
-                f"Expected a readout of at most {self.n} samples to take away but got {other.n}, never added."
+                f"Expected a readout of at most {self.n} samples to take away but got {other.n}, never added.",
+                argument="n",
+                value=int(other.n),
             )
         self.A -= other.A
         self.B -= other.B
@@ -145,11 +149,14 @@ class RidgeReadout(DoublePrecision):
                 f"Expected a readout of the reservoir {int(self.tag):x} but got one of {int(other.tag):x}: other "
                 "weights, gain or bias.",
                 hint="Compute it again with this reservoir.",
+                argument="tag",
+                value=int(other.tag),
             )
         if self.A.shape != other.A.shape or self.B.shape != other.B.shape:
             raise InvalidValueError(
                 f"Expected A and B of shapes {tuple(self.A.shape)} and {tuple(self.B.shape)} but got "
-                f"{tuple(other.A.shape)} and {tuple(other.B.shape)}."
+                f"{tuple(other.A.shape)} and {tuple(other.B.shape)}.",
+                argument="A",
             )
 
     def solve(self) -> None:
@@ -328,7 +335,9 @@ def _from_spectrum(a: Tensor, values: Tensor, vectors: Tensor, betas: Sequence[f
 def _check_finite(a: Tensor, b: Tensor) -> None:
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         raise InvalidValueError(
-            "Expected finite statistics but they hold NaN or infinite values.", hint="Leave out whose they are."
+            "Expected finite statistics but they hold NaN or infinite values.",
+            hint="Leave out whose they are.",
+            argument="A",
         )
 
 

@@ -155,7 +155,9 @@ def expanded(content: Mapping[str, Any]) -> dict[str, RowEntry]:
         unknown = [row for row in grid["rows"] if row not in rows] + sorted({*expected} - {*made})
         if unknown:
             raise InvalidValueError(
-                f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}."
+                f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}.",
+                argument="rows",
+                value=unknown[0],
             )
         for change, more in grid["with"].items():
             for title in grid["rows"]:

@@ -84,12 +84,21 @@ def check_checkpoint(
     """
     if "optimizer_states" not in checkpoint:
         raise InvalidValueError(
-            f"Expected a whole checkpoint but {path} holds weights only.", hint="Save it without `save_weights_only`."
+            f"Expected a whole checkpoint but {path} holds weights only.",
+            hint="Save it without `save_weights_only`.",
+            argument="ckpt_path",
+            value=path,
+            code="weights-only",
         )
     _check_contents(checkpoint, path)
     kept = checkpoint["callbacks"].get(federation)
     if kept is None:
-        raise InvalidValueError(f"Expected a federation's checkpoint but {path} was written by another strategy.")
+        raise InvalidValueError(
+            f"Expected a federation's checkpoint but {path} was written by another strategy.",
+            argument="ckpt_path",
+            value=path,
+            code="other-strategy",
+        )
     if (found := kept.get("format", 0)) != FORMAT:
         raise InvalidValueError(
             f"Expected a federation's checkpoint of format {FORMAT} but {path} is of format {found}: another version "
@@ -111,6 +120,9 @@ def check_checkpoint(
         raise InvalidValueError(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one.",
             hint="Save with `every_n_epochs`, not `every_n_train_steps`.",
+            argument="ckpt_path",
+            value=path,
+            code="within-round",
         )
     then = {"version of draws": 1, **kept.get("fingerprint", {})}
     other = {name: (then[name], here[name]) for name in then.keys() & here.keys() if then[name] != here[name]}
@@ -119,6 +131,9 @@ def check_checkpoint(
         raise InvalidValueError(
             f"Expected a checkpoint of this recipe but {path} is of another: {what}.",
             hint="Continue with the recipe that wrote it, or start without `ckpt_path`.",
+            argument=min(other),
+            value=other[min(other)][0],
+            code="other-recipe",
         )
 
 
@@ -153,6 +168,9 @@ def check_settings_alike(then: Mapping[str, Any], now: Mapping[str, Any], path: 
             raise InvalidValueError(
                 f"Expected a checkpoint of this recipe but {path} is of another: {'; '.join(sorted(other))}.",
                 hint="Continue with the recipe that wrote it, or start without `ckpt_path`.",
+                argument=kind,
+                value=min(other),
+                code="other-recipe",
             )
 
 

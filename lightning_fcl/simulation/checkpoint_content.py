@@ -100,6 +100,8 @@ def _checked(value: Any, path: tuple[object, ...]) -> Any:
         f"Expected checkpoints to contain tensors and plain values, but `{_name_of(path)}` is a "
         f"`{type(value).__name__}`, and no checkpoint with it could be read.",
         hint=f"In {owner}, convert it to numbers, text, tensors, or lists and dicts of these.",
+        argument=_name_of(path),
+        value=value,
     )
 
 
@@ -158,4 +160,6 @@ def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:
             f"Expected the first checkpoint of the fit to be readable, but reading {path}, written by "
             f"`{type(checkpoint_io).__name__}`, failed: {error.__cause__ or error}.",
             hint="Use another `checkpoint_io`, or train without checkpoints: `enable_checkpointing=False`.",
+            argument="checkpoint_io",
+            value=type(checkpoint_io).__name__,
         ) from error

@@ -151,6 +151,8 @@ def check_sums(federation: Federation) -> None:
             f"Expected `participation=1.0` for `{name}` in a stream whose clients enter experiences in different "
             f"rounds but got {federation.participation.clients}.",
             hint="Use `participation=1.0`, or a scenario whose clients enter each experience together.",
+            argument="participation",
+            value=federation.participation.clients,
         )
 
 

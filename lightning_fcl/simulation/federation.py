@@ -289,6 +289,8 @@ def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
         raise InvalidValueError(
             f"Expected one `client_model` at a time but got that of {client} within another one's.",
             hint="Leave that first.",
+            argument="client",
+            value=client,
         )
     state = {name: value.detach().clone() for name, value in federation.client_state(client).items()}
     module = federation.module

@@ -123,6 +123,7 @@ def common_batches(federation: Federation) -> int:
         "Expected clients that have as many batches in every round where `configure_optimizers` asks for their "
         f"number, as by `trainer.estimated_stepping_batches`, but {why}.",
         hint="Count rounds, `trainer.max_epochs`, in a schedule by epoch.",
+        argument="estimated_stepping_batches",
     )
 
 
@@ -257,6 +258,8 @@ class FitHooks(Callback):
                 "-1, before its last client.",
                 hint="To leave out a client's batches, set `limit_train_batches`, or return a loss of zero from "
                 "`training_step`.",
+                argument="on_train_batch_start",
+                value=-1,
             )
         if self.strategy.round is not None:
             self.federation.epoch_states.meet()

@@ -130,6 +130,8 @@ def check_settings(
             f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: who "
             "has missed a synchronisation knows no server state that its update could refer to.",
             hint="Leave `dropout` and `missing` of the swarm out, or `compression`.",
+            argument="swarm",
+            value=swarm,
         )
     if schedule is not None:
         schedule.check(compression)
@@ -153,6 +155,7 @@ def check_trainer(trainer: L.Trainer) -> None:
                 f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {settings}: it would "
                 "save the model of whichever client trains then.",
                 hint="Set `every_n_epochs=1`.",
+                argument=next(name for name, value in often.items() if value),
             )
     for config in trainer.lr_scheduler_configs:
         stream = stream_of(trainer)
@@ -162,6 +165,7 @@ def check_trainer(trainer: L.Trainer) -> None:
                 f"Expected validation samples for `ReduceLROnPlateau`, which monitors `{config.monitor}`, but the "
                 "stream has none.",
                 hint="Give it `split=Split(validation=0.1)`, or monitor what is logged in training.",
+                argument="validation",
             )
     if not trainer.optimizers:
         raise InvalidValueError(
@@ -177,12 +181,16 @@ def check_trainer(trainer: L.Trainer) -> None:
             'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step": no metric is known after '
             "a client's step.",
             hint='Set `"interval": "epoch"` in `configure_optimizers`.',
+            argument="interval",
+            value="step",
         )
     if trainer.accumulate_grad_batches > 1 and any(isinstance(own, LBFGS) for own in trainer.optimizers):
         raise InvalidValueError(
             f"Expected `accumulate_grad_batches=1` for `LBFGS` but got {trainer.accumulate_grad_batches}: it asks for "
             "gradients again within a step, when the batches before are gone.",
             hint="Raise `batch_size` instead.",
+            argument="accumulate_grad_batches",
+            value=trainer.accumulate_grad_batches,
         )
     if by_step and not trainer.lightning_module.automatic_optimization:
         raise InvalidValueError(
@@ -190,6 +198,8 @@ def check_trainer(trainer: L.Trainer) -> None:
             '"step": the federation does not see its steps.',
             hint="Return the schedulers without an interval, and call `self.lr_schedulers().step()` in "
             "`training_step`.",
+            argument="interval",
+            value="step",
         )
     strategy: FederatedStrategy = trainer.strategy  # type: ignore[assignment]
     limit = strategy.limits.batches
@@ -210,6 +220,7 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"Expected `max_steps=-1` and `min_steps=None` but got {trainer.max_steps} and {trainer.min_steps}: a "
             "federation counts rounds, whatever steps they have.",
             hint="Use `max_epochs` and `min_epochs`.",
+            argument="max_steps" if trainer.max_steps != -1 else "min_steps",
         )
     every, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval", "a time")
     if every is None or interval not in (1.0, None) or type(interval) is int:
@@ -217,6 +228,8 @@ def check_trainer(trainer: L.Trainer) -> None:
             "Expected `val_check_interval=1.0` and a number of rounds as `check_val_every_n_epoch` but got "
             f"{interval} and {every}: within a round there is no server state to validate.",
             hint="Use `check_val_every_n_epoch`.",
+            argument="check_val_every_n_epoch" if every is None else "val_check_interval",
+            value=every if every is None else interval,
         )
     at_least(1, check_val_every_n_epoch=every)
 
@@ -231,6 +244,8 @@ def check_reloads(trainer: L.Trainer) -> None:
             f"{every}: its loaders are made once, because all rounds are planned before the first one.",
             hint="Leave the argument out. If samples change between rounds, pass their `group` to "
             "`FederatedStream.from_arrays`, with `scenario=DomainIncremental()`.",
+            argument="reload_dataloaders_every_n_epochs",
+            value=every,
         )
 
 
@@ -257,6 +272,7 @@ def check_module(module: L.LightningModule) -> None:
         raise InvalidValueError(
             "Expected a `training_step` of a batch but it takes the `dataloader_iter`, which would go across clients.",
             hint="Take `batch` and `batch_idx`.",
+            argument="dataloader_iter",
         )
     live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     lazy = [name for name, value in live.items() if is_lazy(value)]
@@ -264,6 +280,7 @@ def check_module(module: L.LightningModule) -> None:
         raise InvalidValueError(
             f"Expected a module whose layers are made but {quoted(lazy)} has no shape yet.",
             hint="Give its layer the number of inputs, or call the module on a batch in `configure_model`.",
+            argument=lazy[0],
         )
     try:
         state, known = entries(module), set(map(id, live.values()))
@@ -271,6 +288,7 @@ def check_module(module: L.LightningModule) -> None:
         raise InvalidValueError(
             f"Expected `state_dict` to take `keep_vars`, as torch's does, but got: {error}.",
             hint="Give it `*args, **kwargs`.",
+            argument="keep_vars",
         ) from error
     copied = [name for name, value in state.items() if id(value) not in known]
     learnt = [name for name, value in module.named_parameters() if value.requires_grad and name not in state]
@@ -279,6 +297,7 @@ def check_module(module: L.LightningModule) -> None:
         raise InvalidValueError(
             f"Expected `state_dict(keep_vars=True)` {what} as clients send what it holds.",
             hint="Let it give the module's own tensors, by their names, and freeze the others.",
+            argument=(copied or learnt)[0],
         )
 
 
@@ -290,6 +309,8 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
             f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but got "
             f"{module.num_classes}: some have no output.",
             hint="Raise it, and the network's.",
+            argument="num_classes",
+            value=module.num_classes,
         )
 
 
@@ -300,6 +321,7 @@ def check_optimizers(federation: Federation) -> None:
             "Expected the optimizers of `configure_optimizers` throughout a fit but a hook has made others.",
             hint='Give what is there the new parameters: `self.optimizers().param_groups[0]["params"] = '
             "[*self.parameters()]`.",
+            argument="optimizers",
         )
 
 
@@ -368,11 +390,15 @@ def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[Lo
                     f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
                     "`configure_optimizers` returned several.",
                     hint=f"Leave `{type(method).__name__}` out.",
+                    argument="configure_optimizers",
+                    value=type(method).__name__,
                 )
     if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise InvalidValueError(
             "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True.",
             hint="Leave it out.",
+            argument="keep_optimizer",
+            value=keep_optimizer,
         )
     wanted = None if strategy.cohort_size == "auto" else strategy.cohort_size
     size = automatic_size(module) if wanted is None else wanted

@@ -207,4 +207,6 @@ def _check_usable(federation: Federation, number: int) -> None:
         raise InvalidValueError(
             f"Expected uploads of round {number} that are of use but all were dropped: {who}.",
             hint=f'{DIVERGED} To go on with the server as it was, give the strategy `on_unusable_round="warn"`.',
+            argument="on_unusable_round",
+            value=dropped,
         )

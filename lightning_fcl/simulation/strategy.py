@@ -270,6 +270,8 @@ class FederatedStrategy(RanksStrategy):
             raise InvalidValueError(
                 f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}.",
                 hint="`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data.",
+                argument="datamodule",
+                value=type(dataloader).__name__,
             )
         return dataloader
 

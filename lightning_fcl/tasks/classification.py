@@ -92,6 +92,8 @@ class Classifier(NetworkTask):
                 f"Expected tasks of at least two classes for `task_incremental=True` but class {alone[0]} is a task "
                 "of its own, in which there is nothing to learn.",
                 hint="Use fewer `tasks` of `FedViTScenario`, so that each task has at least two classes.",
+                argument="tasks",
+                value=alone,
             )
         together = torch.eye(max(self.num_classes, stream.num_classes), dtype=torch.bool)
         for block in {block for parts in blocks.values() for block in parts}:
@@ -112,6 +114,8 @@ class Classifier(NetworkTask):
                 f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
                 f"{output.shape[-1]}.",
                 hint=f"Give the network {self.num_classes} outputs, or set `num_classes={output.shape[-1]}`.",
+                argument="num_classes",
+                value=output.shape[-1],
             )
         return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
 
@@ -261,6 +265,8 @@ class Regressor(NetworkTask):
                 f"Expected outputs and targets of shape (batch, {self.outputs}) but got {tuple(output.shape)} and "
                 f"{tuple(y.shape)}.",
                 hint="Set `outputs` to the size of the target, and that of the network's last layer.",
+                argument="outputs",
+                value=tuple(y.shape),
             )
         return y.to(output.dtype)
 

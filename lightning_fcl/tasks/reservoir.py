@@ -89,11 +89,15 @@ class ReservoirTask(RidgeTask):
             raise InvalidValueError(
                 'Expected a label for each sequence with `readout="mean"` but got one for each step.',
                 hint='Use `readout="steps"`.',
+                argument="readout",
+                value=self.features,
             )
         if per_step and targets.shape[1] != x.shape[1]:
             raise InvalidValueError(
                 f"Expected a label for each of the {x.shape[1]} steps but got {targets.shape[1]}.",
                 hint="Pass labels of shape (batch, time), or one label for each sequence.",
+                argument="y",
+                value=targets.shape[1],
             )
         if per_step and self.features == "last":
             targets, per_step = targets[:, -1], False
@@ -139,6 +143,7 @@ class ReservoirTask(RidgeTask):
                 f"Expected a `swarm` without `dropout` and `missing` for a `{type(self).__name__}`, whose clients "
                 "begin each round with new sums, but got one with them.",
                 hint="Leave them out.",
+                argument="swarm",
             )
         return ReservoirTrainer(self, federation.strategy.cohort_size)
 

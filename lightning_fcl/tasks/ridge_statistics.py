@@ -32,13 +32,18 @@ class OneHot:
         """What the readout should say of samples: (batch, outputs), or (batch, time, outputs) for every step."""
         if y.is_floating_point():
             raise InvalidValueError(
-                f"Expected whole numbers as labels but got {y.dtype}.", hint="`ReservoirRegressor` takes such targets."
+                f"Expected whole numbers as labels but got {y.dtype}.",
+                hint="`ReservoirRegressor` takes such targets.",
+                argument="y",
+                value=y.dtype,
             )
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.outputs:
             wrong = int(y[(y < 0) | (y >= self.outputs)][0])
             raise InvalidValueError(
                 f"Expected labels between 0 and {self.outputs - 1} but got {wrong}.",
                 hint="Set `num_classes` to the data's number of classes.",
+                argument="num_classes",
+                value=wrong,
             )
         targets = F.one_hot(y.long(), self.outputs).double()
         return targets * 2 - 1 if self.signed else targets
@@ -71,10 +76,14 @@ class Numbers:
                 f"Expected targets of shape (batch, {self.outputs}), or (batch, time, {self.outputs}), but got "
                 f"{tuple(y.shape)}.",
                 hint="Set `outputs` to the target's size.",
+                argument="outputs",
+                value=tuple(y.shape),
             )
         if not torch.isfinite(y).all():
             raise InvalidValueError(
-                "Expected finite targets but got NaN or infinite values.", hint="Mend or drop these sequences."
+                "Expected finite targets but got NaN or infinite values.",
+                hint="Mend or drop these sequences.",
+                argument="y",
             )
         return y.double()
 

@@ -192,6 +192,7 @@ class RidgeTask(Task):
                 hint="Pass `val_dataloaders` to `fit`, or one `beta`."
                 if stream is None
                 else "Set `split=Split(validation=0.1)` of the stream, or pass one `beta`.",
+                argument="beta",
             )
         solutions = self.readout.solutions(self.betas)
         right = torch.zeros(len(self.betas), dtype=torch.float64, device=self.device)
@@ -224,18 +225,24 @@ class RidgeTask(Task):
                 f"got {strategy.local_epochs}.",
                 hint="Leave `local_epochs` out. To adapt the reservoir for more passes, use "
                 "`IntrinsicPlasticity(local_epochs=...)`.",
+                argument="local_epochs",
+                value=strategy.local_epochs,
             )
         if reductions_of(self, rules) != reductions_of(self):
             raise InvalidValueError(
                 f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
                 f"{dict(rules)}.",
                 hint="Leave `reductions` out. `share` chooses the uploads.",
+                argument="reductions",
+                value=dict(rules),
             )
         if shaping:
             raise InvalidValueError(
                 f"Expected no `{shaping[0]}` with a `{name}`: it adds to a loss, and a readout is solved for without "
                 "one.",
                 hint="Remove it.",
+                argument="callbacks",
+                value=shaping,
             )
         if type(self).training_step is not RidgeTask.training_step:
             raise InvalidValueError(

@@ -47,7 +47,9 @@ class Task(Described, L.LightningModule):
         hparams = checkpoint.get("hyper_parameters", {})
         if not isinstance(hparams, Mapping):
             raise InvalidValueError(
-                f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {hparams!r}."
+                f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {hparams!r}.",
+                argument="hparams",
+                value=hparams,
             )
         made = {key: rebuild(value, key) for key, value in hparams.items() if key not in arguments}
         task = cls(**cast_arguments(cls, {**made, **arguments}, cls.__name__))
@@ -149,5 +151,7 @@ def embedding_body(model: nn.Module) -> EmbedsSamples:
         raise InvalidValueError(
             f"Expected a `model` with `embed(x)` and `features`, their number, but got a `{type(model).__name__}`.",
             hint="Use one of `lightning_fcl.models`, or define them.",
+            argument="model",
+            value=type(model).__name__,
         )
     return model

@@ -111,6 +111,8 @@ def continue_from(name: str | Path, clients: str | Path | None = None, classes: 
                 f"Expected no `classes` for {entry.full_name}, whose outputs are {entry.outputs}, but got {classes}: "
                 "only a readout that is solved for learns more than it was made for.",
                 hint="Leave `classes` out, or make a new head with `create_model(..., num_classes=...)`.",
+                argument="classes",
+                value=classes,
             )
     check_digest(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)

@@ -94,7 +94,9 @@ def check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or len(name) > 100:
         raise InvalidValueError(
             "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, but got "
-            f"{name[:100]!r}."
+            f"{name[:100]!r}.",
+            argument="name",
+            value=name,
         )
 
 
@@ -105,7 +107,7 @@ def read_entry(config: Path) -> Entry:
     network, recipe, measured = told.pop("network", None), told.pop("recipe", {}), told.pop("measurement", None)
     if not isinstance(network, Mapping) or not isinstance(recipe, Mapping):
         raise InvalidValueError(
-            f"Expected {config} to describe a network and a recipe by name but it does not.", hint=AGAIN
+            f"Expected {config} to describe a network and a recipe by name but it does not.", hint=AGAIN, value=config
         )
     measurement = None if measured is None else parse(Measurement, measured, f"the measurement of {config}")
     return parse(Entry, told, config, network=network, recipe=recipe, measurement=measurement)
@@ -124,7 +126,7 @@ def read_files(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     if not path.is_file():
         raise MissingFileError(
-            f"Expected {SUMS} in {folder} but found none.", hint="Pass the folder of a published model."
+            f"Expected {SUMS} in {folder} but found none.", hint="Pass the folder of a published model.", value=path
         )
     digests = read_sums(path)
     if not {CONFIG, WEIGHTS} <= digests.keys() <= {*FILES}:
@@ -132,6 +134,7 @@ def read_files(folder: Path) -> dict[str, str]:
             f"Expected {path} to name {CONFIG}, {WEIGHTS} and none but {', '.join(FILES)} but got "
             f"{', '.join(digests)[:300]}.",
             hint=AGAIN,
+            value=path,
         )
     return digests
 

@@ -95,13 +95,17 @@ def create_model(
             raise UnknownNameError(
                 f"Expected the name of published weights but {name} is a class of networks.",
                 hint=f"{hint} Use one of the published names: {', '.join(known)}.",
+                argument="name",
+                value=name,
             )
         if num_classes is not None:
             arguments["num_classes"] = num_classes
         network = rebuild({"class_path": f"lightning_fcl.models.{name}", "init_args": arguments}, "model")
     elif arguments:
         raise InvalidValueError(
-            f"Expected no further arguments for {name}, which tells its own, but got {', '.join(arguments)}."
+            f"Expected no further arguments for {name}, which tells its own, but got {', '.join(arguments)}.",
+            argument=next(iter(arguments)),
+            value=next(iter(arguments.values())),
         )
     else:
         network = load(name).network.train().requires_grad_(True) if pretrained else make_network(find(name).entry)
@@ -124,7 +128,10 @@ def pretrained_reservoir(name: str) -> EchoStateNetwork:
     if not isinstance(network, ReservoirReadout):
         names = ", ".join(list_models("esn.*"))
         raise InvalidValueError(
-            f"Expected the name of a published reservoir but got {name!r}.", hint=f"Use one of {names}."
+            f"Expected the name of a published reservoir but got {name!r}.",
+            hint=f"Use one of {names}.",
+            argument="name",
+            value=name,
         )
     return network.reservoir
 
@@ -139,6 +146,8 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
                 f"Expected {entry.full_name} to give the published outputs of the published input but they differ by "
                 f"{difference:.2g} of the largest.",
                 hint="Report it as an issue, with your torch version and processor, or load it with `check=False`.",
+                argument="check",
+                value=difference,
             )
     return pretrained
 
@@ -178,7 +187,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise InvalidValueError(f"Expected {path} to hold tensors but got: {error}.", hint=AGAIN) from error
+        raise InvalidValueError(f"Expected {path} to hold tensors but got: {error}.", hint=AGAIN, value=path) from error
 
 
 def _with_head(network: Described, num_classes: int) -> nn.Module:

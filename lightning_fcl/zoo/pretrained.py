@@ -114,6 +114,8 @@ class Pretrained(nn.Module):
             raise InvalidValueError(
                 f"Expected a network that names classes but {self.entry.name} gives features.",
                 hint="Use `embed`, or add a head with `create_model(name, pretrained=True, num_classes=...)`.",
+                argument="classes",
+                value=self.entry.name,
             )
         rows = self.probabilities(self(self.prepare(x, rate, units))).tolist()
         predictions = []

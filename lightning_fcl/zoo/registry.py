@@ -50,7 +50,9 @@ def from_hub(name: str, to_continue: bool) -> Path:
     if parts is None or parts["commit"] is None:
         raise InvalidValueError(
             f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {name!r}: what a branch "
-            "holds changes."
+            "holds changes.",
+            argument="name",
+            value=name,
         )
     with _speaking(f"get {name}", "Check the name, or try again.") as hub:
         bring = partial(hub.hf_hub_download, parts["repository"], revision=parts["commit"])
@@ -65,7 +67,9 @@ def read_head(name: str) -> Head:
     """What a repository such as ``"hf:organisation/repository"`` holds now; it is made if it is not there."""
     parts = _REPOSITORY.fullmatch(name)
     if parts is None or parts["commit"] is not None:
-        raise InvalidValueError(f"Expected hf:organisation/repository to publish to but got {name!r}.")
+        raise InvalidValueError(
+            f"Expected hf:organisation/repository to publish to but got {name!r}.", argument="name", value=name
+        )
     repository = parts["repository"]
     with _speaking(f"make or read {name}", _LOG_IN) as hub:
         api = hub.HfApi()
@@ -163,6 +167,7 @@ class Published:
                 f"Expected the files of {self.folder} in {own} but this installation does not have them: they are too "
                 "large to travel with the package, or their data's licence does not let them.",
                 hint="Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout, or to a URL that serves it.",
+                value=self.folder,
             )
         download(f"{self.url}/{self.folder}/{SUMS}", cached / SUMS, self.digest)
         for name, digest in read_files(cached).items():
@@ -176,6 +181,8 @@ class Published:
             raise InvalidValueError(
                 f"Expected the folder of {entry.full_name} to have its name but got {self.folder}.",
                 hint=f"Rename the folder to {entry.folder}, also in {REGISTRY}.",
+                argument="folder",
+                value=self.folder,
             )
         return entry
 
@@ -224,6 +231,8 @@ def find(name: str) -> Published:
     raise UnknownNameError(
         f"Expected the name of a published model but got {name!r}.",
         hint=f"{hint} List all names with `lightning-fcl zoo ls`.",
+        argument="name",
+        value=name,
     )
 
 
@@ -263,7 +272,7 @@ def read_registry(file: Path, url: str = "") -> list[Published]:
     for folder in digests:
         if not _FOLDER.fullmatch(folder):
             raise InvalidValueError(
-                f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}.", hint=AGAIN
+                f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}.", hint=AGAIN, value=file
             )
         inside(file.parent, folder)
     return [Published(folder, digest, file.parent, url) for folder, digest in digests.items()]
@@ -288,7 +297,9 @@ def collect(folder: Path, to: Path) -> Path:
                 and read_entry(target / CONFIG).name != entry.name
             ):
                 raise FileConflictError(
-                    f"Expected {target} to hold {entry.name} but it holds another.", hint="Move or delete that folder."
+                    f"Expected {target} to hold {entry.name} but it holds another.",
+                    hint="Move or delete that folder.",
+                    value=target,
                 )
             for name in (*files, SUMS):
                 if (folder / name).exists():

@@ -140,6 +140,8 @@ def recipe_parts(recipe: Mapping[str, Any], name: str, over: Sequence[Path | Set
     raise UnknownRecipeError(
         f"Expected {name} to be of a recipe of this package but its own is another.",
         hint="Install the version of lightning-fcl that its entry names.",
+        argument="recipe",
+        value=name,
     )
 
 

@@ -101,5 +101,10 @@ def _source(name: str) -> Source:
     if name not in SOURCES:
         known = ", ".join(f"`{entry}`" for entry in SOURCES)
         hint = did_you_mean(name.lower(), SOURCES, cutoff=0.5) or " Choose one of these."
-        raise UnknownNameError(f"Expected the name of a data set, one of {known}, but got {name!r}.", hint=hint)
+        raise UnknownNameError(
+            f"Expected the name of a data set, one of {known}, but got {name!r}.",
+            hint=hint,
+            argument="name",
+            value=name,
+        )
     return SOURCES[name]

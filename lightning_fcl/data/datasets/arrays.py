@@ -118,7 +118,9 @@ def check_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tupl
     """Raise ValueError if a mean and a standard deviation cannot normalize samples of a shape."""
     for name, values in (("mean", mean), ("std", std)):
         if values is None:
-            raise MissingValueError(f"Expected `mean` and `std`, but got no `{name}`.", hint="Pass both, or neither.")
+            raise MissingValueError(
+                f"Expected `mean` and `std`, but got no `{name}`.", hint="Pass both, or neither.", argument=name
+            )
         broadcasts = values.ndim in (0, len(shape)) and all(
             n in (1, m) for n, m in zip(values.shape, shape, strict=False)
         )

@@ -104,7 +104,9 @@ def in_range(values: NDArray[Any], high: int, name: str, remedy: str = AGAIN) ->
     """Whole numbers, int64, if they are between 0 and a number."""
     for place in np.flatnonzero((values < 0) | (values > high)):
         raise InvalidValueError(
-            f"Expected {name} to be between 0 and {high} but got {values[place]} in sample {place}. {remedy}"
+            f"Expected {name} to be between 0 and {high} but got {values[place]} in sample {place}. {remedy}",
+            argument=name,
+            value=int(values[place]),
         )
     return values.astype(np.int64)
 
@@ -115,7 +117,7 @@ def read_lines(path: Path, remedy: str) -> list[str]:
         check_size(TEXT * path.stat().st_size)
         found = [line.rstrip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     if not found:
-        raise InvalidValueError(f"Expected {path} to have lines but it is empty. {remedy}")
+        raise InvalidValueError(f"Expected {path} to have lines but it is empty. {remedy}", value=path)
     return found
 
 

@@ -139,7 +139,8 @@ def _tiny_from_folder(folder: Path, size: int) -> _Photographs:
         if not images or len(images) < most:
             raise InvalidValueError(
                 f"Expected {one} to hold {most or 500} images, as the other classes do, but got {len(images)}: the "
-                f"archive is not wholly unpacked. {_TINY_IMAGENET.remedy}"
+                f"archive is not wholly unpacked. {_TINY_IMAGENET.remedy}",
+                value=one,
             )
     path = folder / "val" / "val_annotations.txt"
     lines = read_lines(path, _TINY_IMAGENET.remedy)
@@ -333,6 +334,7 @@ def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:
             raise MissingValueError(
                 f"Expected {folder / f's{session}' / f'o{thing}'} to hold frames such as "
                 f"`C_{session:02d}_{thing:02d}_000.png` but got none: the archive is not wholly unpacked. "
-                f"{_CORE50.remedy}"
+                f"{_CORE50.remedy}",
+                value=folder / f"s{session}" / f"o{thing}",
             )
     return found

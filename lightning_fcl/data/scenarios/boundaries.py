@@ -141,6 +141,8 @@ class Online(Scenario):
                 'Expected the scenario of `Online` to have the history "round", as no sample comes twice, but got '
                 f'"{plan.history}".',
                 hint="Leave it out.",
+                argument="history",
+                value=plan.history,
             )
         train: list[dict[str, IntArray]] = [{} for _ in plan.train]
         for place, client in enumerate(plan.clients):

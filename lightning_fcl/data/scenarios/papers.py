@@ -102,6 +102,8 @@ class FLwFScenario(Scenario):
                     f"Expected at least {number - len(rows)} more samples of class {label}.",
                     hint=f"Lower `rounds`, `samples_per_round` ({self.samples_per_round}), `test_per_class` or "
                     "`pretrain_per_class`.",
+                    argument="rounds",
+                    value=self.rounds,
                 )
             drawn.append(rows[:number])
             left[label] = rows[number:]
@@ -221,6 +223,8 @@ def _draw_people(
         raise InvalidValueError(
             f"Expected at least {people} people with {train + test} samples but the data set has {len(enough)}.",
             hint="Lower `people`, `train_per_class` or `test_per_class`.",
+            argument="people",
+            value=people,
         )
     drawn = rng.permutation(enough)[:people]
     parts: dict[str, list[IntArray]] = {"train": [], "test": [], "validation": []}
@@ -295,6 +299,8 @@ class FedViTScenario(Scenario):
                 f"Expected the smallest `share` to leave a client one sample of every class but got {smallest} of the "
                 f"{counts.min()} training samples of class {labels[counts.argmin()]}.",
                 hint="Raise `share`.",
+                argument="share",
+                value=smallest,
             )
         clients = [str(client) for client in range(self.clients)]
         draws = [

@@ -236,7 +236,11 @@ class Scenario(ABC):
 def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
     """Split samples into the rest and a stratified random ``fraction`` of each class."""
     if not 0 <= fraction < 1:
-        raise InvalidValueError(f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.")
+        raise InvalidValueError(
+            f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.",
+            argument="fraction",
+            value=fraction,
+        )
     part = [rng.permutation(np.flatnonzero(y == c))[: round(fraction * int((y == c).sum()))] for c in np.unique(y)]
     chosen = np.sort(np.concatenate(part)) if part else EMPTY
     rest = np.ones(len(y), dtype=np.bool_)
