@@ -8,30 +8,31 @@ import os
 import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.door import many_imports
-from lightning_fcl.errors import InvalidStateError, at_least
+from lightning_fcl.errors import InvalidStateError, LightningFCLError, at_least
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
 from lightning_fcl.io.atomic import occupied, write_whole
+from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, threads_say_one_line
 
 T = TypeVar("T")
 
-FAILURE = "failure.txt"
-"""What a run's folder tells of why it failed, where it did."""
-
+_FAILURE = "failure.txt"
 _STAMP = "fingerprint"
 
 
@@ -83,6 +84,51 @@ class Job:
     def is_displaced(self) -> bool:
         """Whether its folder is of another job."""
         return (self.out / _STAMP).is_file() and not self.wrote(self.out)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run failed, as ``failure.txt`` in its folder tells.
+
+    Args:
+        message: The error in one line.
+        error: Class of the error. Empty without an exception.
+        code: Code of the error, as in `LightningFCLError`. Empty if the error has none.
+    """
+
+    message: str
+    error: str = ""
+    code: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Return the failure that an exception stands for."""
+        kind = type(error)
+        message = textwrap.shorten(f"{kind.__name__}: {error}", 400, placeholder=" ...")
+        code = error.code if isinstance(error, LightningFCLError) else ""
+        return cls(message, f"{kind.__module__}.{kind.__qualname__}", code)
+
+    @classmethod
+    def read(cls, job: Job) -> Failure | None:
+        """Return why a job failed. None if it did not fail. A file of an earlier version has the message alone."""
+        file = job.out / _FAILURE
+        if not job.wrote(job.out) or not file.is_file():
+            return None
+        text = file.read_text(encoding="utf-8")
+        with suppress(yaml.YAMLError):
+            content = load_yaml(text)
+            if isinstance(content, dict) and {*content} == {"error", "code", "message"}:
+                return cls(**{name: str(value) for name, value in content.items()})
+        return cls(text)
+
+    def write(self, job: Job) -> None:
+        """Write the failure into the folder of a job."""
+        write_whole(job.out / _FAILURE, yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=500))
+
+    def is_like(self, other: Failure) -> bool:
+        """Return whether both have the same class and code of the error. Unknown ones are different."""
+        kind = (self.error, self.code)
+        return any(kind) and kind == (other.error, other.code)
 
 
 def at_least_one(**given: int | None) -> None:
@@ -193,7 +239,7 @@ def begin(job: Job) -> None:
     """Remove what an earlier, different run has left in a job's folder, and sign it."""
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
     start_over(job.out)
-    (job.out / FAILURE).unlink(missing_ok=True)
+    (job.out / _FAILURE).unlink(missing_ok=True)
     job.out.mkdir(parents=True, exist_ok=True)
     job.sign(job.out)
 

@@ -7,7 +7,6 @@ one callback of the class ``Replay``.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +21,13 @@ from lightning_fcl.errors import (
     InvalidValueError,
     LightningFCLError,
     MissingValueError,
-    UnknownNameError,
     at_least,
-    did_you_mean,
     one_of,
 )
 from lightning_fcl.io.reading import reading
 from lightning_fcl.io.safe_yaml import parse, read_yaml
 from lightning_fcl.library_errors import one_line
-from lightning_fcl.running.recipe import SECTIONS, Recipe
+from lightning_fcl.running.recipe import SECTIONS, Recipe, merge
 from lightning_fcl.running.rows import paper_rows
 
 
@@ -212,25 +209,17 @@ def _value(text: str, what: BaseDistribution) -> Any:
 
 
 def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The recipe that, behind the others, changes settings by their paths."""
+    """Return the recipe that sets the settings of a trial.
+
+    Args:
+        settings: Values by their dotted names.
+        callbacks: The callbacks of the recipe before it, which are repeated if a setting changes one of them.
+    """
     recipe: dict[str, Any] = {}
-    for key, value in settings.items():
-        place, words = recipe, key.split(".")
-        if words[:2] == ["trainer", "callbacks"] and len(words) > 3:
-            listed = recipe.setdefault("trainer", {}).setdefault("callbacks", copy.deepcopy(list(callbacks)))
-            names = [str(entry["class_path"]).rpartition(".")[2] for entry in listed]
-            if names.count(words[2]) != 1:
-                raise UnknownNameError(
-                    f"Expected one callback {words[2]} in the recipe for `{key}` but its callbacks are "
-                    f"{', '.join(names) or 'none'}.",
-                    hint=did_you_mean(words[2], names),
-                )
-            place, words = listed[names.index(words[2])].setdefault("init_args", {}), words[3:]
-        for word in words[:-1]:
-            if not isinstance(place.get(word), dict):
-                place[word] = {}
-            place = place[word]
-        place[words[-1]] = copy.deepcopy(value)
+    for name, value in settings.items():
+        if name.startswith("trainer.callbacks.") and "callbacks" not in recipe.get("trainer", {}):
+            merge(recipe, {"trainer.callbacks": list(callbacks)})
+        merge(recipe, {name: value})
     return recipe
 
 

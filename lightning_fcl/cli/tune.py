@@ -12,7 +12,6 @@ import math
 import shlex
 import shutil
 import statistics
-import textwrap
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from lightning_fcl.cli.jobs import FAILURE, Job, at_least_one, finished, run_job, saying_how_to_go_on, side_by_side
+from lightning_fcl.cli.jobs import Failure, Job, at_least_one, finished, run_job, saying_how_to_go_on, side_by_side
 from lightning_fcl.cli.main import Command
 from lightning_fcl.cli.search import Search, trial_recipe, try_settings
 from lightning_fcl.errors import InvalidValueError
@@ -41,7 +40,7 @@ from lightning_fcl.running.rows import slug
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
-_PATIENCE = 10  # after so many failures for one and the same reason, and no success, the search is at fault
+_PATIENCE = 10  # number of first trials after whose failures, all with one class and code, the search stops
 
 
 class Tune(Command):
@@ -90,7 +89,7 @@ class Tune(Command):
         for folder in out.glob("trial-[0-9]*") if options.restart else ():
             shutil.rmtree(folder)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study, failures = optuna.create_study(direction=search.direction), dict[int, str]()
+        study, failures = optuna.create_study(direction=search.direction), dict[int, Failure]()
         number = len(grid) or search.trials or 0
         size = _BATCH if search.sampler == "tpe" else number
 
@@ -105,8 +104,8 @@ class Tune(Command):
                 for index in range(start, min(start + size, number)):
                     trial = propose(study, search, options.seed, index, grid)
                     jobs[index] = trial_jobs(search, index, trial_recipe(search.settings(trial.params), callbacks), out)
-                for index, problem in outcomes(jobs, options.workers):
-                    settle(study, search, index, jobs[index], problem, failures)
+                for index, failure in outcomes(jobs, options.workers):
+                    settle(study, search, index, jobs[index], failure, failures)
                     best = study.best_trial if _trials(study, TrialState.COMPLETE) else None
                     bar.set_postfix_str(
                         f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
@@ -155,52 +154,57 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     return jobs
 
 
-def outcomes(jobs: Mapping[int, Sequence[Job]], workers: int | None) -> Iterator[tuple[int, str]]:
-    """The trials whose runs have all come to an end, as they do, with what the first that has failed failed of."""
-    numbers, problems = {job: number for number, runs in jobs.items() for job in runs}, dict[Job, str]()
-    known = {job: problem for job in numbers if (problem := problem_of(job)) is not None}
+def outcomes(jobs: Mapping[int, Sequence[Job]], workers: int | None) -> Iterator[tuple[int, Failure | None]]:
+    """Yield each trial when all its runs have ended, with the failure of the first run that failed."""
+    numbers, failures = {job: number for number, runs in jobs.items() for job in runs}, dict[Job, Failure | None]()
+    known: dict[Job, Failure | None] = {job: None for job in numbers if finished(job)}
+    known |= {job: failure for job in numbers if job not in known and (failure := Failure.read(job))}
     with closing(side_by_side(attempt, [job for job in numbers if job not in known], workers)) as done:
-        for job, problem in itertools.chain(known.items(), done):
-            problems[job] = problem
+        for job, failure in itertools.chain(known.items(), done):
+            failures[job] = failure
             runs = jobs[numbers[job]]
-            if all(run in problems for run in runs):
-                yield numbers[job], next((problems[run] for run in runs if problems[run]), "")
+            if all(run in failures for run in runs):
+                yield numbers[job], next((failures[run] for run in runs if failures[run]), None)
 
 
-def problem_of(job: Job) -> str | None:
-    """What a run has failed of, nothing if it is finished; None: it is still to come to its end."""
-    if finished(job):
-        return ""
-    failure = job.out / FAILURE
-    return failure.read_text(encoding="utf-8") if job.wrote(job.out) and failure.is_file() else None
+def attempt(job: Job) -> Failure | None:
+    """Run a job. Return why it failed, if it failed, and write the failure into its folder.
 
-
-def attempt(job: Job) -> str:
-    """Run a job, and say what it failed of, if it did, also in its folder.
-
-    What the operating system refuses, a full disk or a missing file, is not the trial's fault and stops the search.
+    Raises:
+        OSError: If the operating system rejects an operation, such as on a full disk. The trial is not at fault, and
+            the search stops.
     """
     import torch
 
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # the bar is not to be torn by lines about seeds
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # Lines about seeds would break the progress bar.
     torch.set_num_threads(1)  # as in the other processes: the number of threads changes the last digits
     try:
         run_job(job)
     except OSError:
         raise
     except Exception as error:
-        problem = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
-        write_whole(job.out / FAILURE, problem)
-        return problem
-    return ""
+        failure = Failure.of(error)
+        failure.write(job)
+        return failure
+    return None
 
 
 def settle(
-    study: optuna.Study, search: Search, number: int, jobs: Sequence[Job], problem: str, failures: dict[int, str]
+    study: optuna.Study,
+    search: Search,
+    number: int,
+    jobs: Sequence[Job],
+    failure: Failure | None,
+    failures: dict[int, Failure],
 ) -> None:
-    """Enter a trial's objective, or among the ``failures`` why it failed."""
+    """Enter the objective of a trial into the study, or its failure into ``failures``.
+
+    Raises:
+        InvalidValueError: If no trial has succeeded and the first trials all failed with errors of the same class and
+            code, or if the results have no such objective.
+    """
     value = math.nan
-    if not problem:
+    if failure is None:
         results = [read_results(job.out)["metrics"] for job in jobs]
         if search.objective not in results[0] and not _trials(study, TrialState.COMPLETE):
             known = ", ".join(results[0])
@@ -211,31 +215,32 @@ def settle(
             )
         values = [result.get(search.objective) for result in results]
         value = statistics.fmean(math.nan if one is None else one for one in values)
-        problem = "" if math.isfinite(value) else f"{search.objective} is {value}"
-    if not problem:
-        study.tell(number, value)
-        return
-    failures[number] = problem
+        if math.isfinite(value):
+            study.tell(number, value)
+            return
+        failure = Failure(f"{search.objective} is {value}", code="non-finite-objective")
+    failures[number] = failure
     study.tell(number, state=TrialState.FAIL)
-    if len(failures) >= _PATIENCE and len({*failures.values()}) == 1 and not _trials(study, TrialState.COMPLETE):
+    alike = all(failure.is_like(other) for other in failures.values())
+    if len(failures) >= _PATIENCE and alike and not _trials(study, TrialState.COMPLETE):
         raise InvalidValueError(
-            f"The first {len(failures)} trials all failed: {problem.rstrip('.')}.",
+            f"The first {len(failures)} trials all failed: {failure.message.rstrip('.')}.",
             hint="Correct the cause, then run the command with `--restart`.",
         )
 
 
-def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, str], named: str, out: Path) -> None:
+def write_trials(study: optuna.Study, search: Search, failures: Mapping[int, Failure], named: str, out: Path) -> None:
     """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials."""
     trials = [
         {"trial": trial.number, "state": STATES[trial.state], search.objective: trial.value, **trial.params}
         for trial in _trials(study, *STATES)
     ]
     frame = pd.DataFrame(trials, columns=["trial", "state", search.objective, *search.space])
-    frame["failure"] = [failures.get(number, "") for number in frame["trial"]]
+    frame["failure"] = [failures[one].message if one in failures else "" for one in frame["trial"]]
     table = write_whole(out / "trials.csv", frame.to_csv(index=False))
     done = frame[frame["state"] == STATES[TrialState.COMPLETE]]
     if done.empty:
-        reason = next(iter(failures.values()))
+        reason = next(iter(failures.values())).message
         raise InvalidValueError(
             f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}.",
             hint="Correct the cause, then run the command with `--restart`.",

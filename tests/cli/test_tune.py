@@ -8,6 +8,7 @@ import yaml
 
 from lightning_fcl.cli import tune as module
 from lightning_fcl.cli.main import main
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.results import seal, write_results
 from lightning_fcl.running.fit import resolve_recipe
 from lightning_fcl.running.rows import recipes_folder
@@ -351,6 +352,39 @@ def test_when_every_trial_fails(search, tmp_path, error_of, pretend, recipe):
     error = error_of([*search("out2", trials=30)])
     assert "The first 10 trials all failed: final_accuracy/server is nan." in error
     assert len(seen) == 10
+
+
+def failing(search, tmp_path, monkeypatch, error, **changes):
+    """Run a search whose trials raise an error. Return the numbers of the trials that ran."""
+    tried = []
+
+    def run_job(job):
+        tried.append(int(job.label.split()[1].rstrip(",")))
+        job.out.mkdir(parents=True)
+        job.sign(job.out)
+        raise error(tried[-1])
+
+    monkeypatch.setattr(module, "run_job", run_job)
+    with pytest.raises(SystemExit):
+        main(search(trials=12, **changes))
+    return tried
+
+
+@pytest.mark.seconds
+def test_a_search_stops_when_the_first_trials_fail_with_one_class_and_code(search, tmp_path, error_of, monkeypatch):
+    def numbered(trial):
+        return InvalidValueError(f"Expected another number than {trial}.", code="odd" if trial == 3 else "")
+
+    assert failing(search, tmp_path, monkeypatch, lambda trial: KeyError(trial)) == [*range(10)]
+    file = tmp_path / "out" / "trial-0002" / "seed-0" / "failure.txt"
+    assert file.read_text() == "message: 'KeyError: 2'\nerror: builtins.KeyError\ncode: ''\n"
+    assert "The first 10 trials all failed: KeyError: 9." in error_of(search(trials=12))  # read from the files
+    file.write_text("KeyError: 2")  # a file of an earlier version
+    assert "All 12 trials failed, the first so: KeyError: 0." in error_of(search(trials=12))
+    assert failing(search, tmp_path, monkeypatch, numbered, out="codes") == [*range(12)]
+    assert failing(search, tmp_path, monkeypatch, lambda trial: InvalidValueError(f"{trial}."), out="texts") == [
+        *range(10)
+    ]
 
 
 @pytest.mark.seconds
