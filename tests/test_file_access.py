@@ -50,7 +50,9 @@ def is_unsafe(call):
     name, first = name_of(call.func), call.args[0] if call.args else None
     owner = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if name == "open":
-        return not is_opened(first) if owner == "Image" else owner not in ("archive", "os") and not writes(call)
+        return (
+            not is_opened(first) if owner in ("Image", "gzip") else owner not in ("archive", "os") and not writes(call)
+        )
     if name in METHODS:
         return isinstance(call.func, ast.Attribute)
     if name in BY_NAME:

@@ -1,5 +1,6 @@
 """Handwritten digits of 8 x 8 pixels, bundled with scikit-learn: the data set that needs no download."""
 
+import gzip
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,8 @@ def load_digits(root: str | Path | None = None, permutations: int = 1) -> Arrays
         require("sklearn", "brings the digits")
     path = _DIGITS.find(root)[1]
     with reading(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
-        table = np.loadtxt(open_file(path), delimiter=",")  # importing scikit-learn for it would take seconds
+        # Importing scikit-learn would take seconds.
+        table = np.loadtxt(gzip.open(open_file(path), "rt"), delimiter=",")  # noqa: SIM115 # closed when it is collected
     ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")
     pixels, digits = (table[:, :-1] / 16).astype(np.float32), table[:, -1].astype(np.int64)
     if permutations == 1:
