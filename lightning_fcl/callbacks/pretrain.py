@@ -37,7 +37,7 @@ from lightning_fcl.errors import (
     require,
 )
 from lightning_fcl.io.atomic import write_whole
-from lightning_fcl.io.reading import reading
+from lightning_fcl.io.reading import reading, regular_file
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.quantization import freeze
@@ -242,7 +242,7 @@ class BaseSession(Callback):
         path = Path(self.cache) / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
         if path is not None and path.is_file():
             with reading(path, "to be a whole base session", "Delete it; the session is trained anew."):
-                network.load_state_dict(load_file(path))
+                network.load_state_dict(load_file(regular_file(path)))
             return
         samples, others = self._samples(stream)
         own, head = _classifier(network), network.get_submodule("head")

@@ -22,6 +22,7 @@ from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNa
 from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.io.checkpoint import checkpoint_of_run
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.running.recipe import Recipe, read_recipe_file
 from lightning_fcl.running.rows import Row, find_recipe, find_recipes
@@ -261,7 +262,7 @@ def flat(row: Row) -> str:
     heads, whole = [], CommentedMap()
     for path in row.recipe.files:
         read_yaml(path)  # bounded, and understood
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         head = [line for line in text.split("\n") if line.startswith("#")]
         heads += [line for line in head if line not in heads]
         body = yaml.load("\n".join(line for line in text.split("\n") if not line.startswith("#")))

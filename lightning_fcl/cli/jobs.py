@@ -26,6 +26,7 @@ from lightning_fcl.errors import InvalidStateError, LightningFCLError, at_least
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
 from lightning_fcl.io.atomic import occupied, write_whole
+from lightning_fcl.io.reading import read_bytes, read_text
 from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, threads_say_one_line
@@ -56,7 +57,7 @@ class Job:
     def fingerprint(self) -> str:
         """Changes when the run would be another one."""
         settings = Recipe(self.recipe.settings).words
-        parts = [path.read_text() for path in self.recipe.files] + [str(self.seed), __version__, *settings]
+        parts = [read_text(path) for path in self.recipe.files] + [str(self.seed), __version__, *settings]
         return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
 
     def needs(self, results: Mapping[str, Any]) -> bool:
@@ -78,7 +79,7 @@ class Job:
     def wrote(self, folder: Path) -> bool:
         """Whether what a folder holds is of this very job."""
         stamp = folder / _STAMP
-        return stamp.is_file() and stamp.read_bytes() == self.fingerprint.encode()
+        return stamp.is_file() and read_bytes(stamp) == self.fingerprint.encode()
 
     @property
     def is_displaced(self) -> bool:
@@ -114,7 +115,7 @@ class Failure:
         file = job.out / _FAILURE
         if not job.wrote(job.out) or not file.is_file():
             return None
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         with suppress(yaml.YAMLError):
             content = load_yaml(text)
             if isinstance(content, dict) and {*content} == {"error", "code", "message"}:

@@ -24,7 +24,7 @@ from lightning_fcl.errors import (
     at_least,
     one_of,
 )
-from lightning_fcl.io.reading import reading
+from lightning_fcl.io.reading import open_file, reading
 from lightning_fcl.io.safe_yaml import parse, read_yaml
 from lightning_fcl.library_errors import one_line
 from lightning_fcl.running.recipe import SECTIONS, Recipe, merge
@@ -124,7 +124,7 @@ class Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
         expected = f"to be the trials.csv of a search for {self.objective} over the same space"
         with reading(file, expected, "Pass another file with `--among`."):
-            trials = pd.read_csv(file, dtype=str, keep_default_na=False)
+            trials = pd.read_csv(open_file(file), dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
                 raise ValueError(f"it has no column {missing[0]}")
             values = pd.to_numeric(trials[self.objective]).dropna()

@@ -17,6 +17,7 @@ from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.results import read_results, write_files, write_results
 from lightning_fcl.evaluation.table import Table, markdown_table, read_table, with_tasks, write_table
 from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import (
     at_scale,
@@ -148,7 +149,7 @@ def _write(
     table = whole.only(metrics or whole.metrics)
     as_json, markdown = write_table(out, table)
     drawn = write_figures(out, figures, results)
-    print(markdown.read_text())
+    print(read_text(markdown))
     if drawn:
         print(f"Figures: {', '.join(map(str, drawn))}")
     page = write_whole(out / "report.html", compare_page(results, table))
@@ -244,7 +245,7 @@ def search_settings(folder: Path, searches: Mapping[str, str], out: Path, worker
         words = [str(folder / file), "--row", method, "--out", str(out / slug(method))]
         tune.run(parser.parse_args(words + ([] if workers is None else ["--workers", str(workers)])))
         again = shlex.join(["lightning-fcl", "leaderboard", "--search", "--methods", method])
-        best = (out / slug(method) / "best.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
+        best = read_text(out / slug(method) / "best.yaml").splitlines(keepends=True)
         recipe = "".join(line for line in best if not line.startswith("#"))
         write_whole(out / "best" / f"{slug(method)}.yaml", f"# The best of {file}. {again}\n{recipe}")
     print(f"The best of each search: {out / 'best'}")

@@ -35,6 +35,7 @@ from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import slug
 
@@ -136,7 +137,7 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     folder = out / f"trial-{number:04}"
     folder.mkdir(exist_ok=True)
     file, content = folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False)
-    before = file.read_text(encoding="utf-8") if file.exists() else content
+    before = read_text(file) if file.exists() else content
     write_whole(file, content)
     more = {"recipe.measure_on": search.measure_on, "trainer.enable_progress_bar": False}
     whole = Recipe((*search.recipe.files, file, *search.recipe.settings)).with_values(more)
@@ -291,7 +292,7 @@ def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out:
         f"# {search.objective} on the {search.measure_on} samples: {trial.value:.6g} ({seeds}), to see again with\n"
         f"# lightning-fcl fit {configs}{again}\n"
     )
-    return write_whole(path, head + (out / f"trial-{trial.number:04}" / "trial.yaml").read_text())
+    return write_whole(path, head + read_text(out / f"trial-{trial.number:04}" / "trial.yaml"))
 
 
 def _trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:

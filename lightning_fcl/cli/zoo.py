@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_fcl.cli.main import Command
 from lightning_fcl.errors import MissingValueError
+from lightning_fcl.io.reading import read_text
 
 
 class Zoo(Command):
@@ -68,7 +69,7 @@ def _info(options: Namespace) -> None:
     from lightning_fcl.zoo.entry import CARD
     from lightning_fcl.zoo.registry import folder_of
 
-    print((folder_of(options.name) / CARD).read_text(encoding="utf-8"))
+    print(read_text(folder_of(options.name) / CARD))
 
 
 def _fetch(options: Namespace) -> None:

@@ -20,6 +20,7 @@ from lightning_fcl.data.samples import Samples
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.atomic import locked, replacing, writing
 from lightning_fcl.io.paths import cache_folder
+from lightning_fcl.io.reading import regular_file
 from lightning_fcl.models.backbone import frozen_backbone
 
 BATCH = 16
@@ -60,7 +61,7 @@ def embedded(
         with locked(path.with_name(f".{path.name}.lock")):
             if not _is_whole(path, shape, begin):
                 _write(path, len(samples), (_features(network, x, device) for x in images_of(samples, num_workers)))
-            x = torch.from_file(str(path), size=shape[0] * shape[1]).view(shape)
+            x = torch.from_file(str(regular_file(path)), size=shape[0] * shape[1]).view(shape)
     loaders = {
         part: replace(loading, collate_fn=default_collate, num_workers=0, worker_init_fn=None)
         for part, loading in samples.loaders.items()
@@ -153,10 +154,10 @@ def _is_whole(path: Path, shape: tuple[int, int], begin: Tensor) -> bool:
     """Whether features are as they were written, and the backbone still makes the same."""
     if not path.is_file() or path.stat().st_size != 4 * shape[0] * shape[1] + _DIGEST:
         return False
-    content = np.memmap(path, np.uint8, "r").data
+    content = np.memmap(regular_file(path), np.uint8, "r").data
     if hashlib.sha256(content[:-_DIGEST]).digest() != content[-_DIGEST:].tobytes():
         return False
-    kept = torch.from_file(str(path), size=begin.numel()).view_as(begin)
+    kept = torch.from_file(str(regular_file(path)), size=begin.numel()).view_as(begin)
     return torch.allclose(kept, begin, rtol=1e-2, atol=1e-3 * float(begin.abs().max()))
 
 

@@ -17,6 +17,7 @@ from lightning_fcl.deployment.outline import build, fingerprint, read_recipe
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.errors import require
 from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.methods.declaration import Declaration
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str
     methods = [callback for callback in parts.callbacks if isinstance(callback, Declaration)]
     check_deployable(parts.strategy.federation.participation, methods)
     folder.mkdir(parents=True, exist_ok=True)
-    project = Path(__file__).with_name("app.toml").read_text(encoding="utf-8")
+    project = read_text(Path(__file__).with_name("app.toml"))
     project = project.format(
         name=slug(name) or "app",
         publisher=publisher,

@@ -43,13 +43,14 @@ from lightning_fcl.deployment.messages import (
 )
 from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint
 from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
-from lightning_fcl.errors import LightningFCLError, quoted, require
+from lightning_fcl.errors import DamagedFileError, LightningFCLError, quoted, require
 from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.client_store import ClientStore, trained_rounds
 from lightning_fcl.federation.sent_once import kept_once
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.io.atomic import locked, write_whole
 from lightning_fcl.io.paths import cache_folder, inside
+from lightning_fcl.io.reading import read_note
 from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.isolation import Isolation
@@ -193,6 +194,7 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     record = server.record
     if once := kept_once(server.extra, server.reductions):
         server.store.remember(client, RECEIVED, once)
+    server.store.sync()
     if not upload:
         raise RefusedError(f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}.")
     start = {name: server.reductions[name].start(server.state[name]) for name in upload}
@@ -229,22 +231,51 @@ def own_folder(folder: Path, federation: str, client: str) -> Path:
 
 
 def memories(folder: Path, client: str, round: int) -> Path:
-    """Where a client's memories are, as they were before a round: also where the round is trained again."""
+    """Return the folder of a client's state, with the state from before a round, also if the round is repeated.
+
+    Files that survive a power failure are written in this order: the state before the round, the number of the round,
+    the state after the round. A damaged number is computed again from the states.
+
+    Raises:
+        DamagedFileError: If a damaged file is needed and cannot be computed again.
+        RefusedError: If the round is before the latest one.
+    """
     now, before = ClientStore("disk", folder / "now"), ClientStore("disk", folder / "before")
     note = folder / "round.json"
-    begun = int(json.loads(note.read_text())["round"]) if note.exists() else -1
-    if round < begun:
-        raise RefusedError(
-            f"Expected a round from {begun} on, which is the last that client {client} has begun, but got {round}: the "
-            "server has gone back further than one round.",
-            hint="Start the server from its newest checkpoint.",
-        )
-    if round == begun or (begun >= 0 and client not in now):  # it was ended as it was about to keep the new ones
-        now[client] = before[client]
-    if round > begun:
-        before[client] = now[client]
-        write_whole(note, json.dumps({"round": round}))
+    try:
+        begun = read_note(note).get("round") if note.exists() else -1
+        if not isinstance(begun, int):
+            begun = _begun_round(now, before, client, round)
+        if round < begun:
+            raise RefusedError(
+                f"Expected a round from {begun} on, which is the latest round that client {client} began, but got "
+                f"{round}.",
+                hint="Start the server from its newest checkpoint.",
+            )
+        if round == begun or (begun >= 0 and client not in now):  # the round was interrupted
+            now[client] = before[client]
+        if round > begun:
+            before[client] = now[client]
+            before.sync()
+            write_whole(note, json.dumps({"round": round}))
+    except DamagedFileError as error:
+        raise DamagedFileError(
+            f"Expected the files of client {client} in {folder} to be as they were written, but at least one is "
+            "damaged.",
+            hint=f"Remove {folder}. The client then starts without the state that it kept.",
+            value=folder,
+        ) from error
     return folder / "now"
+
+
+def _begun_round(now: ClientStore, before: ClientStore, client: str, round: int) -> int:
+    """Return the latest round that a client began, from its states, in place of a damaged note."""
+    if client not in now:
+        return round if client in before else -1
+    trained = trained_rounds(now[client])
+    if not trained or round in trained_rounds(before[client]):
+        raise DamagedFileError(f"Expected to know the latest round of client {client} but its note is damaged.")
+    return trained[-1]
 
 
 def warm() -> None:

@@ -33,7 +33,7 @@ from lightning_fcl.deployment.outline import Outline, client_plan, server_plan
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, MissingValueError, require
 from lightning_fcl.io.atomic import replacing, write_whole
 from lightning_fcl.io.paths import inside
-from lightning_fcl.io.reading import LIMIT
+from lightning_fcl.io.reading import LIMIT, read_note
 from lightning_fcl.library_errors import one_line
 
 _WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {
@@ -118,8 +118,8 @@ def count_samples(where: str, note: Path) -> int:
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     stamp = hashlib.sha256(repr((__version__, os.environ.get(LIMIT), seen)).encode()).hexdigest()
-    noted: dict[str, Any] = json.loads(note.read_text()) if note.exists() else {}
-    if not files or noted.get("stamp") != stamp:
+    noted = read_note(note)
+    if not files or noted.get("stamp") != stamp or not isinstance(noted.get("samples"), int):
         noted = {"stamp": stamp, "samples": len(read_data(where).samples)}
         write_whole(note, json.dumps(noted))
     return int(noted["samples"])

@@ -30,6 +30,7 @@ from lightning_fcl.errors import (
 from lightning_fcl.evaluation.table import markdown_table
 from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.io.safe_yaml import parse, read_yaml
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
@@ -259,7 +260,7 @@ def device_speeds(
 def report_text(report: Mapping[str, Any]) -> str:
     """A report, with the ``recipes`` that it is of, in Markdown tables that a terminal shows well, too."""
     jinja2 = require("jinja2", "writes device reports")
-    template = jinja2.Template(Path(__file__).with_name("report.md").read_text(encoding="utf-8"))
+    template = jinja2.Template(read_text(Path(__file__).with_name("report.md")))
     text: str = template.render(report, table=markdown_table, seconds=_seconds)
     return text.rstrip("\n") + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -22,6 +23,7 @@ from lightning_fcl.evaluation.headline import model_name
 from lightning_fcl.evaluation.metrics import Curve
 from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.io.paths import cache_folder
+from lightning_fcl.io.reading import read_bytes, read_text
 
 Points: TypeAlias = list[dict[str, Any]]
 Spec: TypeAlias = dict[str, Any]
@@ -43,6 +45,8 @@ _PNG = {
     "facet": {"spacing": 18},
 }
 _TEMPLATES = Path(__file__).parent / "templates"
+_SCRIPTS = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7"}
+"""SHA-256 of the script that each version of vl-convert-python makes. Without one, the script is not cached."""
 
 
 def chart_of(name: str) -> alt.Chart:
@@ -197,24 +201,26 @@ def fill_template(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    texts = {name: (_TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
+    texts = {name: read_text(_TEMPLATES / name) for name in ("page.css", "page.js")}
     return environment.get_template(template).render(values, version=__version__, texts=texts, library=_library)
 
 
 @cache
 def _library() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script; kept between processes, as putting it together takes seconds."""
-    folder, name = cache_folder() / "scripts", f"vega-{version('vl-convert-python')}"
-    for path in folder.glob(f"{name}-*.js"):
-        text = path.read_text(encoding="utf-8")
-        if path.stem.endswith(_digest(text)):
-            return text
-    made = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed").replace("</script", "<\\/script")
-    with suppress(OSError):  # a folder that cannot be written to costs time, no more
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"{name}-{_digest(made)}.js", made)
-    return made
+    """Return Vega, Vega-Lite and Vega-Embed as one script that can be embedded in a page.
 
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    The script takes seconds to make. The cache keeps it, and a cached script is used only if its SHA-256 is that of
+    the installed version in `_SCRIPTS`.
+    """
+    made_by = version("vl-convert-python")
+    path, digest = cache_folder() / "scripts" / f"vega-{made_by}.js", _SCRIPTS.get(made_by)
+    content = b""
+    with suppress(OSError, ValueError):  # a missing or unreadable file
+        content = read_bytes(path)
+    if digest is None or hashlib.sha256(content).hexdigest() != digest:
+        content = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed").encode()
+        if hashlib.sha256(content).hexdigest() == digest:
+            with suppress(OSError):  # without a cache, each process makes the script again
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, content)
+    return re.sub("</(?=script)", r"<\\/", content.decode(), flags=re.IGNORECASE)

@@ -21,7 +21,7 @@ from lightning_fcl.evaluation.metrics import curves, models_tested
 from lightning_fcl.io.atomic import append, write_whole
 from lightning_fcl.io.checksums import read_sums, sha256, write_sums
 from lightning_fcl.io.paths import inside
-from lightning_fcl.io.reading import read_json
+from lightning_fcl.io.reading import open_file, read_json, read_text
 
 __all__ = ["RecordFile", "read_results", "write_csv", "write_files", "write_page", "write_results"]
 
@@ -78,7 +78,7 @@ class RecordFile:
         self._begin()
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size >= kept["bytes"]:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 data = file.read(kept["bytes"])
             self._take(data)
         if size < kept["bytes"] or self._digest != kept["sha256"]:
@@ -172,7 +172,7 @@ def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
     from lightning_fcl.evaluation.run_page import run_page  # with Altair, a second of imports
 
     path = folder / CONFIG
-    recipe = path.read_text(encoding="utf-8") if path.is_file() else ""
+    recipe = read_text(path) if path.is_file() else ""
     return write_whole(folder / "report.html", run_page(results, recipe))
 
 

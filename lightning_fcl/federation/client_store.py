@@ -16,11 +16,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.data.plain_tensors import plain_tensor
-from lightning_fcl.errors import InvalidValueError, NoRoomError
+from lightning_fcl.errors import DamagedFileError, InvalidValueError, NoRoomError
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.io.atomic import TemporaryFolder, write_whole, writing
+from lightning_fcl.io.atomic import TemporaryFolder, sync_files, write_whole, writing
 from lightning_fcl.io.paths import inside
-from lightning_fcl.io.reading import ensure
+from lightning_fcl.io.reading import ensure, regular_file
 
 Memory = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
@@ -85,11 +85,13 @@ class Pixels:
 class ClientStore:
     """Keeps every client's state between rounds, in memory or in one safetensors file per client.
 
-    A file has its checksum with it. It is written whole or not at all, and one that is not as it was written is
-    refused. Tensors of a subclass of `torch.Tensor` are stored as plain tensors, without their attributes.
+    Each file is written atomically and has a checksum. A file with another checksum is rejected. Tensors of a subclass
+    of `torch.Tensor` are stored as plain tensors, without their attributes.
 
     Args:
-        folder: Where ``"disk"`` writes; a temporary folder, removed at the end, where none is given.
+        kind: ``"memory"`` or ``"disk"``.
+        folder: The folder of the files. The files of a round survive a power failure after `sync` or `end_round`.
+            Default: a temporary folder, which is removed at the end and is never synchronized.
     """
 
     def __init__(self, kind: Literal["memory", "disk"] = "memory", folder: str | Path | None = None) -> None:
@@ -102,6 +104,7 @@ class ClientStore:
         self._first = True
         self._before: dict[str, ClientState | None] | None = None  # of a round, what it has replaced
         self._folder: Path | None = None
+        self._lasting, self._written = folder is not None, set[Path]()
         if kind == "disk":
             if folder is None:
                 self._temporary = TemporaryFolder("clients")
@@ -138,7 +141,7 @@ class ClientStore:
         }
         content = save(flat, {"checksum": _checksum(client, flat)})
         try:
-            write_whole(self._path(client), content)
+            self._written.add(write_whole(self._path(client), content, sync=False))
         except NoRoomError as error:
             raise NoRoomError(
                 f"{error} Or set the environment variable TMPDIR to a folder on a larger disk, or keep clients' states "
@@ -152,16 +155,16 @@ class ClientStore:
         if not path.exists():
             return state
         try:
-            with safe_open(path, "pt") as file:
+            with safe_open(regular_file(path), "pt") as file:
                 about: Mapping[str, str] = file.metadata() or {}
                 # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise,
                 # and empty tensors of several types share an address, which `torch.save` refuses.
                 flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             ensure(about.get("checksum") == _checksum(client, flat), "its checksum is another")
         except (SafetensorError, OSError, ValueError) as error:
-            raise InvalidValueError(
+            raise DamagedFileError(
                 f"Expected the state of client {client} in {path} to be as it was written but {error}.",
-                hint="Go on from the newest checkpoint, which has all clients' states.",
+                hint="Resume from the newest checkpoint, which has the states of all clients.",
                 value=path,
             ) from error
         for key, tensor in flat.items():
@@ -174,8 +177,15 @@ class ClientStore:
         self.end_round()
         self._before = {}
 
+    def sync(self) -> None:
+        """Let the files written since the last call survive a power failure, unless the folder is temporary."""
+        if self._lasting:
+            sync_files(self._written)
+        self._written.clear()
+
     def end_round(self) -> None:
-        """What clients keep stays."""
+        """Keep the states of the round for good."""
+        self.sync()
         for client, before in (self._before or {}).items():
             if before is not None and self._folder is not None:
                 self._aside(client).unlink(missing_ok=True)

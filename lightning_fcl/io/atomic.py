@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ if sys.platform != "win32":
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 _CLOSED |= {errno.ENAMETOOLONG}
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of file systems that synchronize no folders
 _LOCK = ".lock"
 _PREFIX = "lightning-fcl-"
 _temporary: set[Path] = set()  # what a sudden end must not leave behind
@@ -35,8 +36,14 @@ if sys.platform != "win32":
 
 
 @contextmanager
-def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its place only if all goes well."""
+def replacing(path: Path, size: int | None = None, sync: bool = True) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``, and rename it to ``path`` if the block raises no error.
+
+    Args:
+        path: The path of the file.
+        size: The number of bytes of the file, for the message about a full disk.
+        sync: Whether the file survives a power failure from here on. Otherwise, call `sync_files` later.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path, size):
         if (descriptor := _lock(temporary)) is None:  # others may write the same
@@ -45,7 +52,11 @@ def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
         _temporary.add(temporary)
         try:
             yield temporary
+            if sync:
+                _sync(temporary)
             os.replace(temporary, path)
+            if sync:
+                _sync(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -93,22 +104,56 @@ def locked(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file whole or not at all; text in UTF-8."""
+def write_whole(path: Path, content: str | bytes, sync: bool = True) -> Path:
+    """Write a file atomically, text in UTF-8, and return its path. See `replacing` for ``sync``."""
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, len(data)) as temporary:
+    with replacing(path, len(data), sync) as temporary:
         temporary.write_bytes(data)
     return path
 
 
 def append(path: Path, size: int, data: bytes) -> None:
-    """Write behind the first ``size`` bytes of a file, in place of what may follow them."""
+    """Write data behind the first ``size`` bytes of a file, in place of all bytes that follow them."""
     with writing(path, len(data)):
+        is_new = not path.exists()
         path.touch()
         with path.open("r+b") as file:
             file.truncate(size)
             file.seek(size)
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            _sync(path.parent)
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Let files that were written without ``sync`` survive a power failure. A file that was removed is skipped.
+
+    Each folder is synchronized once.
+    """
+    folders = set()
+    for path in paths:
+        with writing(path), suppress(FileNotFoundError):
+            _sync(path)
+        folders.add(path.parent)
+    for folder in folders:
+        _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    """Write a file, or the entries of a folder, from the memory of the system to the disk."""
+    is_folder = path.is_dir()
+    if is_folder and sys.platform == "win32":  # folders cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (is_folder and error.errno in _NO_SYNC):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

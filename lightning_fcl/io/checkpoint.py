@@ -1,18 +1,20 @@
 """Checkpoints come in: from a file or from afar, verified, as tensors and plain values."""
 
+import os
 import pickletools
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedReader
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError
+from lightning_fcl.errors import DamagedFileError, InvalidValueError, MissingFileError, listed
 from lightning_fcl.io.download import download
 from lightning_fcl.io.paths import cache_folder
-from lightning_fcl.io.reading import LimitError, check_members
+from lightning_fcl.io.reading import LimitError, check_members, open_file
 from lightning_fcl.library_errors import first_line
 
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
@@ -43,15 +45,17 @@ def checkpoint_file(path: str | Path) -> Path:
     return file
 
 
-def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, Any]:
-    """A checkpoint, if it is a whole one of tensors and plain values.
+def read_checkpoint(read: Callable[[BufferedReader], Any], path: str | Path) -> dict[str, Any]:
+    """Return the content of a checkpoint, if it is a whole one of tensors and plain values.
 
     torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
     """
     file = checkpoint_file(path)
     try:
-        check_archive(file)
-        checkpoint = read(file)
+        with open_file(file) as opened:
+            check_archive(opened)
+            opened.seek(0)
+            checkpoint = read(opened)
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
             raise ValueError("it has no `state_dict`")
     except Exception as error:  # whatever a damaged file makes of its reader
@@ -64,10 +68,10 @@ def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, 
     return checkpoint
 
 
-def check_archive(file: Path) -> None:
-    """Compare the checksums of everything in a zip file, unless it claims to be larger than is plausible."""
+def check_archive(file: BufferedReader) -> None:
+    """Raise an error if a checksum in a zip file is wrong, or if the file claims to be larger than is plausible."""
     with ZipFile(file) as archive:
-        check_members(archive, file.stat().st_size)
+        check_members(archive, os.fstat(file.fileno()).st_size)
         damaged = archive.testzip()
     if damaged is not None:
         raise BadZipFile(f"{damaged} has another checksum")
@@ -78,8 +82,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
     moments = {}
     for path in folder.glob("*.ckpt"):
         with suppress(Exception):  # whatever a damaged file makes of its reader
-            check_archive(path)
-            with ZipFile(path) as archive:
+            with open_file(path) as file, ZipFile(file) as archive:
+                check_archive(file)
                 content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
             first = islice(pickletools.genops(content), 12)  # epoch and step stand there; nothing is made of them
             words = [word for code, word, _ in first if word is not None and "PUT" not in code.name]
@@ -90,13 +94,38 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoint_of_run(run: Path) -> Path:
-    """The newest checkpoint of a run, whose folder has its recipe, too."""
-    checkpoint = newest_checkpoint(run / "checkpoints")
-    if checkpoint is None or not (run / "config.yaml").is_file():
-        raise InvalidValueError(
-            f"Expected the folder of a run, with config.yaml and checkpoints, but got {run}, which is none, or none "
-            "of its checkpoints is whole.",
-            hint="Pass the folder that `lightning-fcl fit` has written.",
+    """Return the newest checkpoint of a run.
+
+    Raises:
+        MissingFileError: If the run's folder, its recipe or all checkpoints are missing.
+        DamagedFileError: If no checkpoint can be read.
+    """
+    folder = run / "checkpoints"
+    if not run.is_dir():
+        found = "a file" if run.exists() else "no such folder"
+        raise MissingFileError(
+            f"Expected the folder of a run at {run} but found {found}.",
+            hint="Pass the folder that `lightning-fcl fit` wrote to, as in `runs/fit`.",
+            value=run,
+        )
+    if not (run / "config.yaml").is_file():
+        raise MissingFileError(
+            f"Expected the recipe of a run at {run / 'config.yaml'} but found no such file.",
+            hint="Pass the folder that `lightning-fcl fit` wrote to, or copy its config.yaml there.",
+            value=run,
+        )
+    checkpoint, damaged = newest_checkpoint(folder), sorted(folder.glob("*.ckpt"))
+    if checkpoint is None and damaged:
+        raise DamagedFileError(
+            f"Expected a whole checkpoint in {folder} but all are damaged: {listed(path.name for path in damaged)}.",
+            hint=f"Train the run again: lightning-fcl fit --config {run / 'config.yaml'}.",
+            value=run,
+        )
+    if checkpoint is None:
+        raise MissingFileError(
+            f"Expected a checkpoint in {folder} but found none.",
+            hint=f"Train the run: lightning-fcl fit --config {run / 'config.yaml'}.",
+            value=run,
         )
     return checkpoint
 

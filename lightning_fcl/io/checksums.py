@@ -7,19 +7,19 @@ from pathlib import Path
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.atomic import write_whole
-from lightning_fcl.io.reading import AGAIN, existing
+from lightning_fcl.io.reading import AGAIN, existing, open_file, read_text
 
 _SUM = re.compile(r"(\S+) ([0-9a-f]{64})")
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_sums(path: Path) -> dict[str, str]:
     """The SHA-256 of each file that a list names; the list needs none of its own: damage makes it another's."""
-    lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    lines = read_text(path, errors="replace").removesuffix("\n").split("\n")
     for line in lines:
         if not _SUM.fullmatch(line):
             raise InvalidValueError(

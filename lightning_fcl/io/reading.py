@@ -2,8 +2,10 @@
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
@@ -15,14 +17,78 @@ AGAIN = "Delete this copy and get the file again."
 LIMIT = "LIGHTNING_FCL_MAX_BYTES"
 """The environment variable that sets how many bytes a file may hold once read."""
 _LEAST, _RATIO = 2_000_000_000, 20
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY"))
+_PIECE = 2**20
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+def open_file(path: str | Path) -> BufferedReader:
+    """Open a regular file for reading in binary mode.
+
+    The kind of the file is checked on the descriptor that is read. A named pipe or a device does not block.
+
+    Raises:
+        InvalidValueError: If the path is a folder, a named pipe, a socket or a device.
+        OSError: If there is no file, or if the file cannot be opened.
+    """
+    return open(path, "rb", opener=_open_regular)
+
+
+def regular_file(path: Path) -> Path:
+    """Return the path of a regular file for a library that opens the file by its path.
+
+    Raises:
+        InvalidValueError: If the path is a folder, a named pipe, a socket or a device.
+        OSError: If there is no file, or if the file cannot be opened.
+    """
+    open_file(path).close()
+    return path
+
+
+def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes, by default the limit of `check_size`."""
+    with open_file(path) as file:
+        size, pieces = os.fstat(file.fileno()).st_size, list[bytes]()
+        try:
+            check_size(size, most=most)
+            while piece := file.read(_PIECE):
+                pieces.append(piece)
+                check_size(sum(map(len, pieces)), most=most)  # the file may grow while it is read
+        except ValueError as error:
+            hint = error.hint if isinstance(error, LimitError) else "Use a smaller file."
+            raise InvalidValueError(
+                f"Expected {path} to be a smaller file, but got {error}.", hint=hint, value=path
+            ) from error
+    return b"".join(pieces)
+
+
+def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", most: int | None = None) -> str:
+    """Return the text of a regular file, with line feeds at the ends of lines."""
+    text = read_bytes(path, most).decode(encoding, errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | _FLAGS)
+    if other := _other_kind(os.fstat(descriptor)):
+        os.close(descriptor)
+        raise InvalidValueError(
+            f"Expected {path} to be a regular file, but got {other}.", hint="Name a regular file.", value=path
+        )
+    return descriptor
+
+
+def _other_kind(found: os.stat_result) -> str:
+    """Return the kind of a file that is not regular, or ""."""
+    return "" if stat.S_ISREG(found.st_mode) else _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
 
 
 @contextmanager
 def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
-    """Let whatever a damaged file makes of its reader be one message, which says ``what`` it should be."""
+    """Convert any error of a reader to one error that names the file and ``what`` the file should be."""
     try:
-        if path.exists() and not path.is_file():  # what is no file may never end
-            raise ValueError(f"a {'folder' if path.is_dir() else 'device'}")
+        if path.exists() and not path.is_file():
+            raise ValueError(_other_kind(path.stat()) if isinstance(path, Path) else "a folder")  # or in a zip file
         yield
     except FileNotFoundError as error:
         raise MissingFileError(f"Expected the file {path} but it is missing.", hint=remedy, value=path) from error
@@ -54,12 +120,15 @@ def ensure(fits: object, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def check_size(size: int, packed: int = 0) -> None:
-    """Refuse contents that claim to be larger than is plausible, before they are unpacked.
+def check_size(size: int, packed: int = 0, most: int | None = None) -> None:
+    """Raise ValueError if a content is larger than the limit.
 
-    That is above the larger of 2 GB and 20 times the file, or above the environment variable
-    ``LIGHTNING_FCL_MAX_BYTES`` where it is set.
+    The limit is ``most``. Otherwise, the limit is the environment variable ``LIGHTNING_FCL_MAX_BYTES``, or the larger
+    of 2 GB and 20 times the packed size.
     """
+    if most is not None:
+        ensure(size <= most, f"{size} bytes, above the limit of {most}")
+        return
     setting = os.environ.get(LIMIT)
     if setting and not setting.isdecimal():
         raise LimitError(f"{LIMIT}={setting}, which is no number of bytes", f"Set {LIMIT} to a whole number.")
@@ -85,6 +154,15 @@ def existing(path: Path, what: str, remedy: str) -> Path:
     return path
 
 
+def read_note(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file that can be made again, or {} if the file is missing or damaged."""
+    try:
+        content = json.loads(read_text(path))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
     """Return the content of a JSON file that this library has written.
 
@@ -93,7 +171,7 @@ def read_json(path: Path, what: str, form: int, remedy: str) -> dict[str, Any]:
         InvalidValueError: If the file is no JSON, or has another format.
     """
     try:
-        content = json.loads(existing(path, what, remedy).read_text(encoding="utf-8"))
+        content = json.loads(read_text(existing(path, what, remedy)))
     except ValueError as error:
         raise InvalidValueError(f"Expected {path} to hold JSON but got: {error}.", hint=remedy, value=path) from error
     found = content.get("format") if isinstance(content, dict) else None

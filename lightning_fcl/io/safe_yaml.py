@@ -20,6 +20,7 @@ from lightning_fcl.errors import (
     did_you_mean,
     require,
 )
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.library_errors import one_line
 
 Document = TypeVar("Document")
@@ -50,18 +51,11 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 
 
 def read_yaml(path: Path) -> Any:
-    if path.is_block_device() or path.is_char_device():
-        raise InvalidValueError(
-            f"Expected {path} to be a YAML file but it is a device.", hint="Name a file.", value=path
-        )
-    if not path.exists():
-        raise MissingFileError(f"Expected a YAML file at {path} but there is none.", value=path)
-    if (size := path.stat().st_size) > SIZE:
-        raise InvalidValueError(
-            f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}.", hint="Cut it."
-        )
+    """Return the content of a YAML file within limits."""
     try:
-        return load_yaml(path.read_text(encoding="utf-8"))
+        return load_yaml(read_text(path, most=SIZE))
+    except FileNotFoundError:
+        raise MissingFileError(f"Expected a YAML file at {path} but there is none.") from None
     except _LimitError as error:
         raise InvalidValueError(f"Expected {path} to be YAML but got: {error.message}", hint=error.hint) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -36,6 +36,7 @@ from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_results
 from lightning_fcl.io.atomic import occupied
 from lightning_fcl.io.checkpoint import local_checkpoint, newest_checkpoint
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.diagnosis import MODE, check_class_paths, convert_errors, explain_parser_error
@@ -345,7 +346,7 @@ def refuse_no_round(trainer: L.Trainer) -> NoReturn:
 def _machine() -> str:
     """The machine in a line: processor, cores and threads, or the GPU."""
     info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
+    named = re.search(r"^model name\s*: (.+)$", read_text(info), re.MULTILINE) if info.is_file() else None
     processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()
     return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"
 

@@ -14,6 +14,7 @@ import yaml
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError, UnknownNameError, did_you_mean, one_of
 from lightning_fcl.io.paths import inside
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file
 
 
@@ -32,7 +33,7 @@ def paper_folder(paper: str) -> Path:
 
 def read_rows(folder: Path) -> dict[str, Any]:
     """What ``rows.yaml`` of a paper's folder says."""
-    content: dict[str, Any] = yaml.safe_load((folder / "rows.yaml").read_text(encoding="utf-8"))
+    content: dict[str, Any] = yaml.safe_load(read_text(folder / "rows.yaml"))
     return content
 
 
@@ -96,7 +97,7 @@ class Row:
     @property
     def about(self) -> str:
         """The first sentence of the last file's head, as far as its first line has it."""
-        first = self.configs[-1].read_text(encoding="utf-8").partition("\n")[0]
+        first = read_text(self.configs[-1]).partition("\n")[0]
         return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlparse
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities import cloud_io
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.errors import InvalidValueError, quoted
@@ -19,6 +20,7 @@ from lightning_fcl.evaluation.results import RecordFile
 from lightning_fcl.federation.aggregation import hparams_of
 from lightning_fcl.federation.protocol import HasHparams
 from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.reading import open_file
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.simulation.federation import Federation
 
@@ -210,7 +212,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         self._record = RecordFile(run.resolve()) if run is not None else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if len(urlparse(str(path)).scheme) > 1 or storage_options is not None:
+        if _is_remote(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         file = Path(path)
@@ -222,10 +224,18 @@ class WholeCheckpointIO(TorchCheckpointIO):
         write_whole(file, content.getvalue())
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
-        """Read it, with the record of the run in whose folder it is."""
-        checkpoint = super().load_checkpoint(path, *arguments, **options)
+        """Load a checkpoint with the record of the run that the checkpoint is of."""
+        if _is_remote(path):
+            return super().load_checkpoint(path, *arguments, **options)
+        with open_file(path) as opened:
+            checkpoint = cloud_io._load(opened, *arguments, **options)
         file, own = RecordFile(Path(path).resolve().parents[1]), self._record
         return _with_records(checkpoint, "sha256", (own if own and own.path == file.path else file).read)
+
+
+def _is_remote(path: object) -> bool:
+    """Return whether a path is a URL, such as ``s3://bucket/last.ckpt``, and no path of this machine."""
+    return len(urlparse(str(path)).scheme) > 1
 
 
 def _with_records(checkpoint: Any, sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

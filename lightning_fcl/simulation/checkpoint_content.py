@@ -154,7 +154,7 @@ def read_back(checkpoint_io: CheckpointIO, path: str | Path) -> None:
     if remote or isinstance(checkpoint_io, AsyncCheckpointIO) or not Path(path).is_file():
         return
     try:
-        read_checkpoint(lambda file: checkpoint_io.load_checkpoint(file, weights_only=True), path)
+        read_checkpoint(lambda file: checkpoint_io.load_checkpoint(file.name, weights_only=True), path)
     except ValueError as error:
         raise InvalidValueError(
             f"Expected the first checkpoint of the fit to be readable, but reading {path}, written by "

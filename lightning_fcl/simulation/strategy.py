@@ -335,7 +335,7 @@ class FederatedStrategy(RanksStrategy):
                 argument="weights_only",
             )
         read = super().load_checkpoint
-        checkpoint = read_checkpoint(lambda path: read(path, True), checkpoint_path)
+        checkpoint = read_checkpoint(lambda file: read(file.name, True), checkpoint_path)
         check_version(checkpoint, checkpoint_path)
         if self.federation.module.trainer.state.fn == "fit":
             here, rounds = fingerprint_of(self.federation), need_stream(self.federation.module.trainer).plan.rounds

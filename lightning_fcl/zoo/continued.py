@@ -23,7 +23,7 @@ from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.io.atomic import TemporaryFolder
 from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.io.checksums import check_digest
-from lightning_fcl.io.reading import AGAIN
+from lightning_fcl.io.reading import AGAIN, regular_file
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.running.parts import RecipeParts, with_checkpoint
@@ -179,7 +179,7 @@ def continuation_bytes(content: Mapping[str, Any]) -> bytes:
 
 def read_continuation(path: Path) -> dict[str, Any]:
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(regular_file(path), "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
             content = _joined(json.loads(file.metadata()[_PLAIN]), tensors)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:

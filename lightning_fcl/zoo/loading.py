@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.errors import InvalidValueError, UnknownNameError, at_least, check_arguments, did_you_mean
 from lightning_fcl.federation.aggregation import check_state
-from lightning_fcl.io.reading import AGAIN
+from lightning_fcl.io.reading import AGAIN, regular_file
 from lightning_fcl.models.backbone import packaged_state
 from lightning_fcl.models.described import Described, rebuild
 from lightning_fcl.models.esn import EchoStateNetwork
@@ -185,8 +185,8 @@ def features_or_outputs(model: Pretrained, x: Tensor) -> Tensor:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        return load_file(regular_file(path))
+    except (SafetensorError, OSError, ValueError) as error:
         raise InvalidValueError(f"Expected {path} to hold tensors but got: {error}.", hint=AGAIN, value=path) from error
 
 

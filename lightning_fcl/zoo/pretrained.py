@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.library_errors import first_line
 from lightning_fcl.zoo.entry import Entry
 
@@ -172,7 +173,7 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
     if not path.is_file():
         raise MissingFileError(f"Expected a CSV file at {path} but found none.")
     try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        lines = [line for line in read_text(path, "utf-8-sig").splitlines() if line.strip()]
         heading = bool(lines) and not any(map(_is_number, lines[0].split(",")))
         table = np.empty((0, 0))
         if numbers := lines[heading:]:

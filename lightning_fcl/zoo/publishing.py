@@ -25,6 +25,7 @@ from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.io.atomic import TemporaryFolder, locked, write_whole, writing
 from lightning_fcl.io.paths import inside
+from lightning_fcl.io.reading import read_text
 from lightning_fcl.models.backbone import example_input, packaged_state
 from lightning_fcl.models.described import plain_description
 from lightning_fcl.running.parts import RecipeParts, read_parts, trained_checkpoint, with_checkpoint
@@ -259,7 +260,7 @@ def card(entry: Entry, spread: Mapping[str, tuple[float, float, int]], state: Ma
         spread: Mean, standard deviation and number of seeds of the recipe's committed table, by metric.
     """
     jinja2 = require("jinja2", "writes cards")
-    template = jinja2.Template(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
+    template = jinja2.Template(read_text(Path(__file__).with_name("card.md")))
     text: str = template.render(
         entry=entry,
         metadata=yaml.safe_dump(_metadata(entry), sort_keys=False, allow_unicode=True).strip(),

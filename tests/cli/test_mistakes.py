@@ -120,8 +120,8 @@ OTHERS = [
     ("ls methods FedVit2", "Did you mean FedViT?"),
     ("cp quickstart no/such/folder.yaml", "Expected to write no/such/folder.yaml but got: "),
     ("test", "Expected a checkpoint to test but got none. Pass the folder of a run"),
-    ("test nothing", "Expected the folder of a run, with config.yaml and checkpoints, but got nothing"),
-    ("export nothing", "Expected the folder of a run, with config.yaml and checkpoints, but got nothing"),
+    ("test nothing", "Expected the folder of a run at nothing but found no such folder. Pass the folder"),
+    ("export nothing", "Expected the folder of a run at nothing but found no such folder. Pass the folder"),
     ("fti quickstart", "got fti. Did you mean fit?"),
     (
         "fit",

@@ -1,8 +1,10 @@
 """A run's page, and the page of several: what the record says, from one file that asks no host."""
 
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -356,16 +358,38 @@ def test_a_paper_stands_beside_its_table():
     assert [kind for _, kind in page.tables["Against the paper"][1]] == ["", "near", "outside"]
 
 
-def test_the_script_is_kept_and_a_damaged_one_made_anew(tmp_path, monkeypatch):
+@pytest.mark.parametrize("content", [b"steal()", b"\xff\xfe", b"", b"draw('\xc3')"])
+def test_library_with_a_damaged_or_foreign_cached_script_makes_it_again(tmp_path, monkeypatch, content):
     from lightning_fcl.evaluation import charts
 
-    made = []
+    script, made = "draw('</script></SCRIPT>')", []
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path))
-    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda snippet: made.append(1) or "draw('</script>')")
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda snippet: made.append(1) or script)
+    digests = {version("vl-convert-python"): hashlib.sha256(script.encode()).hexdigest()}
+    monkeypatch.setattr(charts, "_SCRIPTS", digests)
     library = charts._library.__wrapped__
-    assert library() == library() == "draw('<\\/script>')" and len(made) == 1
+    embedded = r"draw('<\/script><\/SCRIPT>')"
+    assert library() == library() == embedded and len(made) == 1
     (kept,) = (tmp_path / "scripts").iterdir()
-    kept.write_text("steal()")
-    assert library() == "draw('<\\/script>')" and len(made) == 2
+    kept.write_bytes(content)
+    assert library() == embedded and len(made) == 2 and kept.read_text() == script
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", "/proc/nothing")
-    assert library() == "draw('<\\/script>')"
+    assert library() == embedded and len(made) == 3
+
+
+def test_library_of_an_unknown_version_is_not_cached(tmp_path, monkeypatch):
+    from lightning_fcl.evaluation import charts
+
+    monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path))
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda snippet: "draw()")
+    monkeypatch.setattr(charts, "_SCRIPTS", {})
+    assert charts._library.__wrapped__() == "draw()"
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_script_of_the_installed_version_has_the_known_digest():
+    from lightning_fcl.evaluation import charts
+
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed")
+    assert charts._SCRIPTS[version("vl-convert-python")] == hashlib.sha256(script.encode()).hexdigest()

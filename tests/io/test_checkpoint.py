@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_fcl.io.checkpoint import local_checkpoint, newest_checkpoint, read_checkpoint
+from lightning_fcl.errors import DamagedFileError, MissingFileError
+from lightning_fcl.io.checkpoint import checkpoint_of_run, local_checkpoint, newest_checkpoint, read_checkpoint
 
 STATE = {"state_dict": {"weight": torch.arange(6.0)}}
 
@@ -133,3 +134,38 @@ def test_another_or_no_digest_is_refused_before_anything_is_read(afar):
         read_checkpoint(read, f"{source.url}#sha256={'0' * 64}")
     with pytest.raises(ConnectionError, match=r"Expected to download http://127.0.0.1:1/last.ckpt but got"):
         read_checkpoint(read, f"http://127.0.0.1:1/last.ckpt#sha256={'0' * 64}")
+
+
+def test_checkpoint_of_run_tells_what_is_missing_or_damaged(tmp_path):
+    run, whole = tmp_path / "run", archive(STATE)
+    checkpoint = run / "checkpoints" / "last.ckpt"
+
+    def message(kind):
+        with pytest.raises(kind) as raised:
+            checkpoint_of_run(run)
+        return str(raised.value)
+
+    assert f"at {run} but found no such folder" in message(MissingFileError)
+    run.write_text("")
+    assert f"at {run} but found a file" in message(MissingFileError)
+    run.unlink()
+    run.mkdir()
+    assert f"at {run / 'config.yaml'} but found no such file" in message(MissingFileError)
+    (run / "config.yaml").write_text("")
+    assert f"Expected a checkpoint in {checkpoint.parent} but found none" in message(MissingFileError)
+    checkpoint.parent.mkdir()
+    for content in (b"", whole[:-1], whole[: len(whole) // 2]):
+        checkpoint.write_bytes(content)
+        assert "but all are damaged: last.ckpt" in message(DamagedFileError)
+    checkpoint.unlink()
+    os.mkfifo(checkpoint)
+    assert "but all are damaged: last.ckpt" in message(DamagedFileError)
+    checkpoint.with_name("first.ckpt").write_bytes(whole)
+    assert checkpoint_of_run(run) == checkpoint.with_name("first.ckpt")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_read_checkpoint_of_no_regular_file_is_rejected(tmp_path, make):
+    make(tmp_path / "last.ckpt")
+    with pytest.raises(DamagedFileError, match=r"to be a regular file, but got a (named pipe|device)"):
+        read_checkpoint(lambda file: pytest.fail("the file was read"), tmp_path / "last.ckpt")

@@ -28,7 +28,7 @@ def test_evil_documents_are_refused_at_once(tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "evil.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=EVIL[text] if len(text) <= SIZE else "of at most 1000000 bytes"):
+    with pytest.raises(ValueError, match=EVIL[text] if len(text) <= SIZE else "above the limit of 1000000"):
         read_yaml(path)
     assert not (tmp_path / "marker").exists()
     if "python/object" not in text:  # well-formed; it is loading that refuses it
@@ -51,7 +51,7 @@ def test_what_is_no_text_or_never_ends_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ValueError, match=r"Expected .*recipe.yaml to be YAML but got: 'utf-8' codec"):
         read_yaml(path)
-    with pytest.raises(ValueError, match="it is a device"):
+    with pytest.raises(ValueError, match="got a device"):
         read_yaml(tmp_path.__class__(os.devnull))
     with pytest.raises(FileNotFoundError):
         read_yaml(tmp_path / "none.yaml")

@@ -1,5 +1,6 @@
 """Handwritten digits of 8 x 8 pixels, bundled with scikit-learn: the data set that needs no download."""
 
+import gzip
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from lightning_fcl.data.datasets.arrays import Arrays, Measurement
 from lightning_fcl.data.datasets.files import SOURCES
 from lightning_fcl.errors import at_least, require
 from lightning_fcl.io.download import Layout
-from lightning_fcl.io.reading import reading
+from lightning_fcl.io.reading import open_file, reading
 
 _SKLEARN = find_spec("sklearn")
 _PACKAGE = Path(_SKLEARN.origin).parent if _SKLEARN and _SKLEARN.origin else Path()
@@ -31,7 +32,8 @@ def load_digits(root: str | Path | None = None, permutations: int = 1) -> Arrays
         require("sklearn", "brings the digits")
     path = _DIGITS.find(root)[1]
     with reading(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
-        table = np.loadtxt(path, delimiter=",")  # importing scikit-learn for it would take seconds
+        # Importing scikit-learn would take seconds.
+        table = np.loadtxt(gzip.open(open_file(path), "rt"), delimiter=",")  # noqa: SIM115 # closed when it is collected
     ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")
     pixels, digits = (table[:, :-1] / 16).astype(np.float32), table[:, -1].astype(np.int64)
     if permutations == 1:

@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import os
 import pickle
 import pickletools
 import re
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.download import Source
-from lightning_fcl.io.reading import AGAIN, check_members, check_size, ensure, reading
+from lightning_fcl.io.reading import AGAIN, check_members, check_size, ensure, open_file, read_text, reading
 
 SOURCES = Source.read(Path(__file__).with_name("sources.yaml"))
 
@@ -38,8 +39,12 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = AGAIN) -> dict[s
 
     Nothing is unpacked of a file, or an array, that claims more than is plausible, or than there is.
     """
-    with reading(path, "to be a sound npz file without pickles", remedy), ZipFile(path) as archive:
-        check_members(archive, path.stat().st_size)
+    with (
+        reading(path, "to be a sound npz file without pickles", remedy),
+        open_file(path) as packed,
+        ZipFile(packed) as archive,
+    ):
+        check_members(archive, os.fstat(packed.fileno()).st_size)
         found = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         for member in archive.infolist():  # lest one is overlooked: its name is compared with its other place
             ensure(not member.comment, f"a comment to {member.filename}, which may be other members")
@@ -115,7 +120,7 @@ def read_lines(path: Path, remedy: str) -> list[str]:
     """The lines of a text file that are not empty, without white space at their ends."""
     with reading(path, "to be a text file", remedy):
         check_size(TEXT * path.stat().st_size)
-        found = [line.rstrip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        found = [line.rstrip() for line in read_text(path, "utf-8-sig").split("\n") if line.strip()]
     if not found:
         raise InvalidValueError(f"Expected {path} to have lines but it is empty. {remedy}", value=path)
     return found
@@ -167,8 +172,8 @@ def read_pickle(path: Path, remedy: str = AGAIN) -> Any:
     What the file wants called is never called. Strings of Python 2 are read with Latin-1, which is how NumPy keeps
     bytes.
     """
-    with reading(path, "to be a whole pickle of numbers", remedy), path.open("rb") as file:
-        ensure(size := path.stat().st_size, "an empty file")
+    with reading(path, "to be a whole pickle of numbers", remedy), open_file(path) as file:
+        ensure(size := os.fstat(file.fileno()).st_size, "an empty file")
         # Of a file that is mapped no more can be asked for than is there.
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             for number, (opcode, value, place) in enumerate(pickletools.genops(cast(IO[bytes], content))):

@@ -5,7 +5,9 @@ recognition", SenSys. Two layouts are read, in this order: the publishers' folde
 CSV files, and ``hhar_phone/windows.npz``, a part with the accelerometer of one phone in windows of 128 steps.
 """
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +19,7 @@ from lightning_fcl.data.datasets.arrays import Arrays, Sensor
 from lightning_fcl.data.datasets.files import SOURCES, check_subset, in_range
 from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
 from lightning_fcl.errors import InvalidValueError, at_least, require
-from lightning_fcl.io.reading import check_size, reading
+from lightning_fcl.io.reading import check_size, open_file, reading
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -146,10 +148,11 @@ def _recordings(folder: Path, models: Sequence[str], features: str) -> Iterator[
 def _read(path: Path, models: Sequence[str]) -> dict[_Owner, _Series]:
     pd = require("pandas", "reads large CSV files in pieces")
     parts: dict[_Owner, list[_Series]] = {}
-    with reading(path, f"to hold whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy):
-        check_size(path.stat().st_size)
+    with reading(path, f"to hold whole rows of {', '.join(_COLUMNS)}", _HHAR.remedy), ExitStack() as stack:
+        file = stack.enter_context(open_file(path))
+        check_size(os.fstat(file.fileno()).st_size)
         # The files are too large to be held as text, and `null` is a name here.
-        with pd.read_csv(path, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:
+        with pd.read_csv(file, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:
             for table in reader:
                 _gather(table, models, parts)
     found = {}

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import math
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from lightning_fcl.data.datasets.arrays import Arrays, Measurement, Reach
 from lightning_fcl.errors import InvalidValueError, require
 from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.io.paths import cache_folder
-from lightning_fcl.io.reading import check_size, ensure, reading
+from lightning_fcl.io.reading import check_size, ensure, open_file, reading, regular_file
 
 Scale = Literal["imagenet", "channel", "none"]
 FaceScale = Literal["none", "image"]
@@ -61,16 +62,20 @@ def read_image(
     from PIL import Image, PngImagePlugin
 
     formats = [file_format] if file_format else list(_FORMATS)
-    place = path if content is None else io.BytesIO(content)
     what = f"to be a whole {' or '.join(formats)} image" + (f" of {shape[0]} x {shape[1]}" if shape else "")
-    with reading(path, what), Image.open(place, formats=formats) as image:
-        check_size(4 * image.height * image.width, path.stat().st_size if content is None else len(content))
+    with (
+        reading(path, what),
+        open_file(path) if content is None else io.BytesIO(content) as file,
+        Image.open(file, formats=formats) as image,
+    ):
+        packed = os.fstat(file.fileno()).st_size if content is None else len(content)
+        check_size(4 * image.height * image.width, packed)
         fits = shape in (None, (image.height, image.width)) and (file_format is None or image.mode in _MODES[mode])
         ensure(fits, f"one of {image.height} x {image.width} in Pillow's mode {image.mode!r}")
         if image.format == "PNG" and content is None:
-            with path.open("rb") as file:
-                file.seek(8)  # to the first chunk; loading compares the checksums of some only
-                PngImagePlugin.ChunkStream(file).verify()
+            with open_file(path) as chunks:
+                chunks.seek(8)  # to the first chunk; loading compares the checksums of some only
+                PngImagePlugin.ChunkStream(chunks).verify()
         return np.asarray(image.convert(mode))
 
 
@@ -134,7 +139,7 @@ def resize_all_once(
         told.update(f"\n{path.absolute()} {found.st_size} {found.st_mtime_ns}".encode())
     kept, shape = cache_folder() / "images" / f"{told.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
     if kept.is_file() and kept.stat().st_size == math.prod(shape):
-        return np.fromfile(kept, np.uint8).reshape(shape)
+        return np.fromfile(regular_file(kept), np.uint8).reshape(shape)
     pixels = resize_all(images, len(names), size)
     with suppress(OSError):  # the next time it takes as long
         kept.parent.mkdir(parents=True, exist_ok=True)

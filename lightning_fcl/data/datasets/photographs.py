@@ -24,7 +24,7 @@ from lightning_fcl.data.datasets.files import (
 from lightning_fcl.data.datasets.images import Scale, photographs, read_image, resize_all, resize_all_once
 from lightning_fcl.errors import InvalidValueError, MissingValueError, at_least
 from lightning_fcl.io.paths import inside
-from lightning_fcl.io.reading import ensure, reading
+from lightning_fcl.io.reading import ensure, open_file, reading
 
 _CIFAR100 = SOURCES["cifar100"]
 
@@ -58,7 +58,7 @@ def read_images(
     contents = []
     for name, digest in MD5.items():
         path = folder / name
-        with reading(path, "to be the published file", _CIFAR100.remedy), path.open("rb") as file:
+        with reading(path, "to be the published file", _CIFAR100.remedy), open_file(path) as file:
             found = hashlib.file_digest(file, "md5").hexdigest()
             ensure(found == digest, f"one of MD5 {found}")
         contents.append(read_pickle(path, _CIFAR100.remedy))

@@ -1,6 +1,7 @@
 """Sensors that people wear: UCI HAR, a phone at the waist, and WESAD, devices at the chest and the wrist."""
 
 import io
+import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from lightning_fcl.data.datasets.files import (
 )
 from lightning_fcl.data.datasets.series import Recording, Scale, chunked, measured_series, read_windows, stretches
 from lightning_fcl.errors import InvalidValueError, at_least
-from lightning_fcl.io.reading import check_members, check_size, ensure, reading
+from lightning_fcl.io.reading import check_members, check_size, ensure, open_file, read_bytes, reading
 
 _FOLDER = "UCI HAR Dataset"
 _INNER = "UCI HAR Dataset.zip"
@@ -100,8 +101,9 @@ def _from_npz(path: Path, sensors: Sequence[str]) -> Arrays:
 def _inside(path: Path) -> Path:
     """The folder inside the zip, or inside the zip in it."""
     with reading(path, "to be a sound zip file", _UCI_HAR.remedy):
-        check_size(size := path.stat().st_size)
-        archive = zipfile.ZipFile(path)
+        file = open_file(path)
+        check_size(size := os.fstat(file.fileno()).st_size)
+        archive = zipfile.ZipFile(file)
         check_members(archive, size)
         for name in archive.namelist():
             if PurePosixPath(name).name == _INNER:
@@ -136,7 +138,7 @@ def _rows(
     """The rows of a text file, if they are as many, as long, and of such values as they should be."""
     lines = f"to have {columns} {among or 'values'} in each of {number or 'its'} lines"
     with reading(path, lines, _UCI_HAR.remedy):
-        content = path.read_bytes()
+        content = read_bytes(path) if isinstance(path, Path) else path.read_bytes()  # of a zip file
         check_size(TEXT * len(content))
         ensure(content.strip(), "nothing")
         rows: NDArray[Any] = np.loadtxt(io.BytesIO(content), dtype, ndmin=2)

@@ -100,7 +100,7 @@ def test_what_is_no_file_or_may_not_be_read_is_named(tmp_path, suffix, refused):
     assert message.startswith(f"Expected {path} to be a ") and f" but got: a folder. {AGAIN}" in message
     path.rmdir()
     os.mkfifo(path)  # whoever opened it would wait for ever
-    assert " but got: a device" in refused(read, path)
+    assert " but got: a named pipe" in refused(read, path)
     path.unlink()
     path.write_bytes(b"hello")
     path.chmod(0)

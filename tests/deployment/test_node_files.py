@@ -1,0 +1,93 @@
+"""Damaged files of a node: files that can be made again are made again, the rest is one message."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.deployment.node import memories
+from lightning_fcl.deployment.own_data import count_samples
+from lightning_fcl.errors import DamagedFileError
+from lightning_fcl.federation.client_store import PROGRESS, ClientStore, with_progress
+
+DAMAGED = [b"", b"\xff\xfe", b'{"round": ', b"[]", b'{"round": "2"}']
+
+
+def train(folder, rounds):
+    """Train a client that keeps the number of its latest round, as a node does."""
+    for number in rounds:
+        place = memories(folder, "a", number)
+        store = ClientStore("disk", place)
+        kept = store["a"]
+        store["a"] = {
+            "Method": {"x": torch.tensor(number)},
+            PROGRESS: with_progress(kept, number, 0),
+        }
+        store.sync()
+
+
+def state_before(folder, number):
+    """Return the rounds that a client has trained in, in the state that a round starts from."""
+    kept = ClientStore("disk", memories(folder, "a", number))["a"]
+    return kept[PROGRESS]["rounds"].tolist() if kept else []
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_note_of_the_round_is_computed_again(tmp_path, content):
+    train(tmp_path, range(3))
+    (tmp_path / "round.json").write_bytes(content)
+    assert state_before(tmp_path, 2) == [0, 1]  # round 2 is repeated
+    train(tmp_path, [2])
+    (tmp_path / "round.json").write_bytes(content)
+    assert state_before(tmp_path, 3) == [0, 1, 2]
+    assert json.loads((tmp_path / "round.json").read_text()) == {"round": 3}
+
+
+def test_damaged_note_before_the_first_training_is_computed_again(tmp_path):
+    memories(tmp_path, "a", 0)
+    (tmp_path / "round.json").write_bytes(b"")
+    assert state_before(tmp_path, 0) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 100])
+def test_damaged_state_that_is_not_needed_is_written_again(tmp_path, content):
+    train(tmp_path, range(3))
+    (tmp_path / "now" / "a.safetensors").write_bytes(content)
+    assert state_before(tmp_path, 2) == [0, 1]
+    train(tmp_path, [2])
+    (tmp_path / "before" / "a.safetensors").write_bytes(content)
+    assert state_before(tmp_path, 3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("folder", "number"), [("before", 2), ("now", 3)])
+def test_damaged_state_that_is_needed_is_one_message_whose_advice_works(tmp_path, folder, number):
+    own = tmp_path / "federation" / "a"
+    own.mkdir(parents=True)
+    train(own, range(3))
+    (own / folder / "a.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedFileError, match=f"Remove {own}. The client then starts without the state"):
+        memories(own, "a", number)
+    shutil.rmtree(own)
+    own.mkdir()
+    assert state_before(own, number) == []
+
+
+def test_note_that_cannot_be_computed_again_is_one_message(tmp_path):
+    place = memories(tmp_path, "a", 0)
+    ClientStore("disk", place)["a"] = {"Method": {"x": torch.zeros(1)}}  # without the rounds of its training
+    (tmp_path / "round.json").write_bytes(b"")
+    with pytest.raises(DamagedFileError, match=f"Remove {tmp_path}"):
+        memories(tmp_path, "a", 1)
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, b'{"stamp": 3, "samples": null}'])
+def test_damaged_note_of_the_data_is_computed_again(tmp_path, content):
+    data, note = tmp_path / "a.npz", tmp_path / "data.json"
+    np.savez(data, x=np.zeros((7, 2), np.float32), y=np.array(["cat", "dog"])[np.arange(7) % 2])
+    assert count_samples(str(data), note) == 7
+    noted = note.read_bytes()
+    note.write_bytes(content)
+    assert count_samples(str(data), note) == 7
+    assert note.read_bytes() == noted
