@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 import warnings
 from collections.abc import Generator, Mapping, Sequence
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import numpy as np
-from lightning.pytorch.callbacks import Callback
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
@@ -22,7 +24,7 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
 from lightning_fcl.deployment.members import Members
-from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, digest
+from lightning_fcl.deployment.messages import BYTES, MODEL, OTHER_ROUND, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.deployment.outline import fingerprint, outline_of, read_recipe
 from lightning_fcl.deployment.own_data import read_data, take_server_data
 from lightning_fcl.errors import (
@@ -33,15 +35,17 @@ from lightning_fcl.errors import (
     argument,
     at_least,
     check_fields,
+    listed,
 )
+from lightning_fcl.evaluation.results import LAST, last_recorded_round
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.wire import RoundRecord
-from lightning_fcl.io.checkpoint import newest_checkpoint
+from lightning_fcl.io.checkpoint import newest_checkpoint, read_checkpoint
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
-from lightning_fcl.running.fit import FederatedCLI, run
+from lightning_fcl.running.fit import FederatedCLI, as_list, run
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.round import Round
@@ -119,6 +123,7 @@ class Nodes:
         self.identity = Identity()
         waits = terms.round_seconds, terms.join_seconds
         self.members = Members(link, recipe, *waits, self.identity.claimed, terms.registered_keys)
+        self.behind: dict[str, int] = {}  # clients that could not follow, and their latest such round
 
     def round(self, federation: Federation) -> Round:
         """The round at hand; its only batch is None, which comes when the nodes have trained."""
@@ -133,7 +138,10 @@ class Nodes:
         # The module's entries from which clients start and which do not travel.
         of = {n: rule for n, rule in server.reductions.items() if n not in server.extra}
         held = {n: server.state[n] for n, rule in of.items() if not (rule.down or rule.up)}
-        self.members.begin_round({**self._head(round), "kind": "hello", "held": sorted(held)}, digest(held))
+        hello = {**self._head(round), "kind": "hello", "held": sorted(held)}
+        self.members.begin_round(hello, digest(held), plan.clients)
+        began = time.monotonic()
+        log.info("Round %d began with %d sampled clients.", round.number, len(drawn))
 
         def take(client: str, answer: RecordDict, sent: Mapping[str, Any]) -> bool:
             if client in server.record.trained:
@@ -142,6 +150,8 @@ class Nodes:
             try:
                 return self._take(round, client, answer, sent, len(drawn), skipped)
             except RefusedError as error:
+                if error.code == OTHER_ROUND:
+                    self.behind[client] = round.number
                 _drop(round, client, str(error))
                 return False
 
@@ -163,6 +173,26 @@ class Nodes:
         federation.strategy.counters.count_steps(1)
         yield None
         aggregate(round, skipped)
+        rounds, seconds = federation.module.trainer.max_epochs, time.monotonic() - began
+        log.info(
+            "Round %d ended with uploads of %d of %d clients after %.1f s. The run has %s rounds.",
+            *(round.number, counted, len(drawn), seconds, rounds),
+        )
+
+    def close(self, out: Path) -> None:
+        """Log that the run has ended.
+
+        Raises:
+            InvalidStateError: If a client could not follow, so that the result lacks its uploads.
+        """
+        if not self.behind:
+            log.info("Finished the run. The results are in %s.", out)
+            return
+        raise InvalidStateError(
+            f"Expected all clients to follow the server but the state of {listed(self.behind)} was of a later round. "
+            f"The results in {out} lack their uploads of rounds up to {max(self.behind.values())}.",
+            hint="Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
+        )
 
     def _head(self, round: Round) -> dict[str, Any]:
         federation = round.federation
@@ -236,6 +266,38 @@ class Nodes:
         record.limits = {"most_samples": largest, "largest_update": self.terms.largest_update}
 
 
+class LastCheckpoint(Checkpoint):
+    """A checkpoint of the last round, written after every round, beside those that a recipe's own callbacks write.
+
+    A node keeps its state of the last two rounds: a server with an older checkpoint cannot continue with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self._path)
+
+
+def check_no_round_missing(out: Path, checkpoint: Path | None) -> None:
+    """Raise InvalidStateError if a run's record has rounds that its newest checkpoint lacks.
+
+    The last round may be missing: the server can be killed between writing the record and writing the checkpoint.
+    """
+    recorded = last_recorded_round(out)
+    reached = -1 if checkpoint is None else int(read_checkpoint(_load, checkpoint)["epoch"])
+    if recorded > reached + 1:
+        found = "there is none" if checkpoint is None else f"{checkpoint.name} is of round {reached}"
+        raise InvalidStateError(
+            f"Expected a checkpoint of round {recorded}, the last round in the record of {out}, but {found}. Clients "
+            "cannot repeat the rounds between.",
+            hint=f"Restore {out / LAST} from a backup, or choose another `out` to start a new run.",
+        )
+
+
+_load = partial(torch.load, map_location="cpu", weights_only=True)
+
+
 def _drop(round: Round, client: str, why: str) -> None:
     round.federation.server.sent_once.forget(client)
     round.federation.server.record.dropped.setdefault(client, why)
@@ -277,6 +339,10 @@ def serve(
 
     Args:
         data: What it tests on: see `read_data`; None: the recipe's own data, of which clients' samples are not used.
+
+    Raises:
+        InvalidStateError: If too few clients join or answer, if the newest checkpoint lacks rounds of the record, or,
+            after the last round, if a client could not follow.
     """
     if data is not None and not clients:
         raise MissingValueError(
@@ -284,10 +350,14 @@ def serve(
             hint='Set both in the run\'s configuration: clients="a,b,c".',
         )
 
+    nodes = Nodes(link, fingerprint(read_recipe(recipe)), terms)
+
     class Served(FederatedCLI):
         """A fit whose clients are nodes."""
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+            callbacks = as_list(self.config_init["fit"]["trainer"]["callbacks"])
+            has_own = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
             trainer = super().instantiate_trainer(**kwargs)
             strategy, callbacks = trainer.strategy, callbacks_of(trainer)
             assert isinstance(strategy, FederatedStrategy)
@@ -296,13 +366,14 @@ def serve(
                 if isinstance(callback, ContinualMetrics):
                     # Clients' models, with what is their own, and their samples never come here.
                     callback.clients, callback.training = "none", False
-            nodes = Nodes(link, fingerprint(read_recipe(recipe)), terms)
             strategy.cohort_size = 1
             strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
             strategy.server.compression = None  # uploads come as the server decodes them
             strategy.server.largest_update = terms.largest_update
             strategy.new_round = nodes.round
             callbacks.append(nodes.identity)
+            if has_own:
+                callbacks.append(LastCheckpoint(out / LAST))
             return trainer
 
         def fit(self, model: L.LightningModule, **arguments: Any) -> None:
@@ -311,8 +382,12 @@ def serve(
             super().fit(model, **arguments)
 
     warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train
-    whole = Recipe((recipe,)).with_values({"out": str(out), "trainer.enable_progress_bar": False})
-    if (newest := newest_checkpoint(out / "checkpoints")) is not None:
-        log.info("Goes on from %s.", newest)
+    values = {"out": str(out), "trainer.enable_progress_bar": False, "trainer.enable_checkpointing": True}
+    whole, newest = Recipe((recipe,)).with_values(values), newest_checkpoint(out / LAST.parent)
+    check_no_round_missing(out, newest)
+    if newest is not None:
+        log.info("Resumed from %s.", newest)
         whole = whole.with_values({"ckpt_path": str(newest)})
-    return run("fit", whole, Served)
+    served = run("fit", whole, Served)
+    nodes.close(out)
+    return served

@@ -45,6 +45,7 @@ def moments(capsys):
     return random.Random(seed)
 
 
+@pytest.mark.flower
 def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_those_of_the_simulation(connected, moments):
     one, simulated, at = connected
     settings = {**one.settings(), "clients_at_least": 3, "round_seconds": 20.0, "join_seconds": 400.0}
