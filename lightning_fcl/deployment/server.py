@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import numpy as np
-import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
@@ -27,6 +26,7 @@ from lightning_fcl.deployment.members import Members
 from lightning_fcl.deployment.messages import BYTES, MODEL, OTHER_ROUND, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.deployment.outline import fingerprint, outline_of, read_recipe
 from lightning_fcl.deployment.own_data import read_data, take_server_data
+from lightning_fcl.deployment.resuming import LastCheckpoint, check_no_round_missing
 from lightning_fcl.errors import (
     InvalidStateError,
     InvalidValueError,
@@ -37,12 +37,12 @@ from lightning_fcl.errors import (
     check_fields,
     listed,
 )
-from lightning_fcl.evaluation.results import LAST, last_recorded_round
+from lightning_fcl.evaluation.results import LAST
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.wire import RoundRecord
-from lightning_fcl.io.checkpoint import newest_checkpoint, read_checkpoint
+from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.running.fit import FederatedCLI, as_list, run
@@ -92,21 +92,25 @@ class Terms:
 
 @dataclass
 class Identity(Callback):
-    """Keeps in checkpoints which federation this is: nodes keep what they remember by it, and keys their clients.
+    """The identity of a federation, and of its clients, in the checkpoints of its server.
 
     Args:
-        claimed: Whose each key has been, by its name.
+        name: Name under which nodes store their state.
+        claimed: The client of each key, by the name of the key.
+        behind: The clients that could not follow the server, and the latest round in which each could not.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     claimed: dict[str, str] = field(default_factory=dict)
+    behind: dict[str, int] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "claimed": {**self.claimed}}
+        return {"name": self.name, "claimed": {**self.claimed}, "behind": {**self.behind}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.name = str(state_dict["name"])
         self.claimed.update(state_dict["claimed"])
+        self.behind.update(state_dict.get("behind", {}))
 
 
 class Nodes:
@@ -123,7 +127,6 @@ class Nodes:
         self.identity = Identity()
         waits = terms.round_seconds, terms.join_seconds
         self.members = Members(link, recipe, *waits, self.identity.claimed, terms.registered_keys)
-        self.behind: dict[str, int] = {}  # clients that could not follow, and their latest such round
 
     def round(self, federation: Federation) -> Round:
         """The round at hand; its only batch is None, which comes when the nodes have trained."""
@@ -151,7 +154,7 @@ class Nodes:
                 return self._take(round, client, answer, sent, len(drawn), skipped)
             except RefusedError as error:
                 if error.code == OTHER_ROUND:
-                    self.behind[client] = round.number
+                    self.identity.behind[client] = round.number
                 _drop(round, client, str(error))
                 return False
 
@@ -185,12 +188,13 @@ class Nodes:
         Raises:
             InvalidStateError: If a client could not follow, so that the result lacks its uploads.
         """
-        if not self.behind:
+        behind = self.identity.behind
+        if not behind:
             log.info("Finished the run. The results are in %s.", out)
             return
         raise InvalidStateError(
-            f"Expected all clients to follow the server but the state of {listed(self.behind)} was of a later round. "
-            f"The results in {out} lack their uploads of rounds up to {max(self.behind.values())}.",
+            f"Expected all clients to follow the server but the state of {listed(behind)} was of a later round. "
+            f"The results in {out} lack their uploads of rounds up to {max(behind.values())}.",
             hint="Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
         )
 
@@ -264,38 +268,6 @@ class Nodes:
                 )
         largest = self.terms.most_samples or max(samples.values(), default=0)
         record.limits = {"most_samples": largest, "largest_update": self.terms.largest_update}
-
-
-class LastCheckpoint(Checkpoint):
-    """A checkpoint of the last round, written after every round, beside those that a recipe's own callbacks write.
-
-    A node keeps its state of the last two rounds: a server with an older checkpoint cannot continue with it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.save_checkpoint(self._path)
-
-
-def check_no_round_missing(out: Path, checkpoint: Path | None) -> None:
-    """Raise InvalidStateError if a run's record has rounds that its newest checkpoint lacks.
-
-    The last round may be missing: the server can be killed between writing the record and writing the checkpoint.
-    """
-    recorded = last_recorded_round(out)
-    reached = -1 if checkpoint is None else int(read_checkpoint(_load, checkpoint)["epoch"])
-    if recorded > reached + 1:
-        found = "there is none" if checkpoint is None else f"{checkpoint.name} is of round {reached}"
-        raise InvalidStateError(
-            f"Expected a checkpoint of round {recorded}, the last round in the record of {out}, but {found}. Clients "
-            "cannot repeat the rounds between.",
-            hint=f"Restore {out / LAST} from a backup, or choose another `out` to start a new run.",
-        )
-
-
-_load = partial(torch.load, map_location="cpu", weights_only=True)
 
 
 def _drop(round: Round, client: str, why: str) -> None:

@@ -81,7 +81,7 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
         at.link()
         at.run(one.app(), **settings)
 
-    kills = [supernode, supernode, stall, executor, link]
+    kills = [supernode, stall, executor, link]
     moments.shuffle(kills)
     rounds = sorted(moments.sample(range(2, ROUNDS - 1), len(kills)))
     at.run(one.app(), **settings)
