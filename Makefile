@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow test-processes strangers test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
+.PHONY: demo test coverage test-slow test-processes strangers flower-versions test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -39,6 +39,18 @@ ABOVE := .venv-strangers
 
 strangers: .venv-strangers/ready ## LightningModules of other libraries in a federation, in an environment of their own
 	$(ABOVE)/bin/python -m pytest -m strangers tests/strangers
+
+# Over .venv as well, with the oldest supported Flower. The other tests use the newest.
+OLDEST := .venv-flower
+.venv-flower/ready: .venv/ready
+	$(BIN)/python -m venv --clear $(OLDEST)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > "$$($(OLDEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	$(BIN)/python -m pip freeze | grep -E "^(torch|lightning|torchmetrics|numpy)==" > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --ignore-installed --constraint $(OLDEST)/constraints.txt "flwr==1.41.*"
+	touch $@
+
+flower-versions: .venv-flower/ready ## the executor beside a SuperNode, kills included, with the oldest supported Flower
+	$(OLDEST)/bin/python -m pytest -m flower tests/deployment
 
 # What torch and MKL do on other CPUs, and with another number of threads: sums are taken in another order.
 CPUS = "OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2" "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2"
@@ -106,4 +118,4 @@ bench: .venv/ready ## all engines in turns: seconds a round, memory, start-up; n
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:
-	rm -rf .venv $(ABOVE) runs site
+	rm -rf .venv $(ABOVE) $(OLDEST) runs site

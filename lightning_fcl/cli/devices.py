@@ -171,18 +171,30 @@ class Deploy(Command):
     lightning-fcl deploy executor --runtime-api-address 127.0.0.1:9094 --insecure
                                                           answers for a SuperNode that was started with
                                                           --isolation process; takes flower-superexec's arguments
+    lightning-fcl deploy clock --superlink 127.0.0.1:18000 --insecure
+                                                          compares the clock of this machine with the SuperLink's
     """
 
     takes_settings = True
     passes_on = ("executor",)
 
     def arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("what", choices=("flower", "split", "executor"))
+        parser.add_argument("what", choices=("flower", "split", "executor", "clock"))
         parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as `lightning-fcl fit` takes it")
         parser.add_argument("--out", type=Path, help="folder of the files (default: app, or shares)")
         parser.add_argument("--publisher", default="lightning-fcl", help="who publishes the app, for Flower")
+        parser.add_argument("--superlink", metavar="HOST:PORT", help="address of the SuperLink, for `clock`")
+        trust = parser.add_mutually_exclusive_group()
+        trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="certificates to trust, for `clock`")
+        trust.add_argument("--insecure", action="store_true", help="connect without TLS, for `clock`")
 
     def run(self, options: Namespace) -> None:
+        if options.what == "clock":
+            from lightning_fcl.deployment.clock import check_clock
+
+            seconds = check_clock(options.superlink, options.root_certificates, options.insecure)
+            print(f"The clock of this machine is {seconds:+.0f} s from the SuperLink's. Flower accepts the difference.")
+            return
         if options.what == "executor":
             from lightning_fcl.deployment.node import stay
 

@@ -12,11 +12,16 @@ from urllib.parse import quote
 import torch
 
 from lightning_fcl.deployment.messages import (
+    ARGUMENT,
+    CODE,
+    LOST_STATE,
+    OTHER_ROUND,
+    UNUSABLE_DATA,
     RefusedError,
     arrays_of,
-    check_bytes,
     check_form,
     check_names,
+    check_records,
     check_same,
     decode_entry,
     head_of,
@@ -34,6 +39,17 @@ MOST = 2**31 - 1
 
 BOUND = ("federation", "round", "message")
 """What an answer repeats of the head of the message that it answers."""
+
+_EXPLAINED = {
+    "other-version": "The node and the server run different versions of lightning-fcl. Install one version everywhere.",
+    "other-recipe": "The node and the server have different recipes. Deploy the same recipe on all machines.",
+    "other-model": "The state that the server sends does not fit the model of the node. Deploy the same recipe on all machines.",
+    "unnamed-client": "The node config does not name the client. Start the node with --node-config 'client=\"a\" ...'.",
+    OTHER_ROUND: "The state of the client is of a later round than the server. Restore the server's newest checkpoint.",
+    LOST_STATE: "The node has lost what the server sends once. The server sends it again.",
+    UNUSABLE_DATA: "The node cannot use its data. Read the log of the node, and correct its data or its node config.",
+}
+_DETAILS = "Read the log of the node, which has the details."
 
 _LONGEST = 230  # characters of a name, as a file's name has them
 _SQUARES = torch.finfo(torch.float32).max  # what those of an entry's change may sum up to
@@ -83,20 +99,35 @@ def greeting_of(answer: RecordDict | str, recipe: str) -> Greeting:
         with refusing("a node"):
             if isinstance(answer, str):
                 raise RefusedError(answer)
-            check_bytes(answer, 0, "an answer to hello")
+            check_records(answer, 0, "an answer to hello")
             head = head_of(answer)
             if "client" in head or "refused" not in head:
                 client = file_name_of(head, "client")
-            _check_not_refused(head)
-            check_same(head, recipe, f"client {client}")
+            who = f"client {client}" if client else "a node"
+            if "version" in head or "refused" not in head:
+                check_same(head, recipe, who)
+            _check_not_refused(head, who)
             return Greeting(client, whole(head, "samples", 0, MOST), head.get("held"))
     except RefusedError as error:
         return Greeting(client, fault=str(error))
 
 
-def _check_not_refused(head: Mapping[str, Any]) -> None:
-    if "refused" in head:
-        raise RefusedError(str(head["refused"]))
+def _check_not_refused(head: Mapping[str, Any], sender: str) -> None:
+    """Raise RefusedError with the code of the error that a node has sent in place of an answer."""
+    if "refused" not in head:
+        return
+    code, argument = str(head["refused"]), str(head.get("argument", ""))
+    if not CODE.fullmatch(code) or (argument and not ARGUMENT.fullmatch(argument)):
+        raise RefusedError(
+            f"Expected an error of {sender} to be a code and the name of an argument but got {code!r:.40} and "
+            f"{argument!r:.40}."
+        )
+    about = f" about `{argument}`" if argument else ""
+    raise RefusedError(
+        f"Expected an answer of {sender} but got the error `{code}`{about}. {_EXPLAINED.get(code, _DETAILS)}",
+        argument=argument or None,
+        code=code,
+    )
 
 
 def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str = "") -> int:
@@ -138,9 +169,9 @@ def upload_of(
     """What a client answers to a download with a head, of entries that the server knows: or that is refused."""
     who = f"client {client}"
     with refusing(who):
-        check_bytes(answer, min(limits.message_bytes, sum(value.nbytes for value in known.values())), who)
+        check_records(answer, min(limits.message_bytes, sum(value.nbytes for value in known.values())), who)
         head, arrays = head_of(answer), arrays_of(answer)
-        _check_not_refused(head)
+        _check_not_refused(head, who)
         for name, wanted in (("client", client), *((name, sent[name]) for name in BOUND)):
             said = head.get(name)
             if type(said) is not type(wanted) or said != wanted:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.messages import BYTES, FOR, GridLink, Parcel, RefusedError, opened, record_of
-from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.messages import BYTES, FOR, GridLink, Parcel, RefusedError, opened, record_of, refusal_of
+from lightning_fcl.deployment.node import Node, log_error
 from lightning_fcl.deployment.outline import build, fingerprint, read_recipe
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.errors import require
@@ -79,7 +79,8 @@ def client_app(folder: Path) -> ClientApp:
             node = Node(read_recipe(folder / RECIPE), *_read_node_config(context))
             said = node.answer(opened(message.content, int(context.run_config.get("message-bytes", BYTES))))
         except ValueError as error:
-            said = Parcel({"refused": str(error)})
+            log_error(error, "this node")
+            said = Parcel(refusal_of(error))
         reply: Message = require("flwr.app", *FOR).Message(record_of(said), reply_to=message)
         return reply
 
@@ -99,6 +100,8 @@ def _read_node_config(context: Context) -> tuple[str, str, str | None]:
         raise RefusedError(
             f"Expected a node config that names the client and its data but got {dict(node)}.",
             hint="""Start the node with --node-config 'client="a" data="a.npz"'.""",
+            argument="client",
+            code="unnamed-client",
         )
     data = node.get("data") or split_file(Path(str(run.get("data-folder", ""))), client)
     memories = node.get("memories") or run.get("memories") or None
@@ -107,6 +110,14 @@ def _read_node_config(context: Context) -> tuple[str, str, str | None]:
 
 def _names(said: object) -> list[str]:
     return [name.strip() for name in str(said).split(",") if name.strip()]
+
+
+def log_to_stderr() -> None:
+    """Write the library's log to the standard error, which `flwr run --stream` shows."""
+    logger, handler = logging.getLogger("lightning_fcl"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def server_app(folder: Path) -> ServerApp:
@@ -127,7 +138,7 @@ def server_app(folder: Path) -> ServerApp:
         follow_parent()
         said = {name.replace("-", "_"): value for name, value in context.run_config.items()}
         terms = {name: type(value)(said[name]) for name, value in vars(Terms()).items() if name in said}
-        logging.getLogger("lightning_fcl").setLevel(logging.INFO)
+        log_to_stderr()
         out, data = Path(str(said.get("out", "runs/deployed"))), str(said.get("data", "")) or None
         serve(folder / RECIPE, GridLink(grid), out, Terms(**terms), data, _names(said.get("clients", "")))
 

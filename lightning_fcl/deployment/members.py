@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_fcl.deployment.answers import greeting_of
 from lightning_fcl.deployment.messages import Parcel
-from lightning_fcl.errors import InvalidStateError
+from lightning_fcl.errors import InvalidStateError, listed
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -26,6 +26,10 @@ HELLO_SECONDS = 60.0
 AGAIN_SECONDS = 3.0
 """Seconds after which a node that was refused, or a client that was lost in a round, is asked again."""
 
+REMIND_SECONDS = 60.0
+"""Least number of seconds between two warnings that the server waits."""
+
+_REASONS = 5  # reasons in a message about ignored nodes
 _LOOK = 0.2  # seconds between two looks at who is connected, or for answers
 
 Pack = Callable[[str, int], Parcel]
@@ -89,48 +93,76 @@ class Members:
         self._hello, self._held = Parcel({}), ""
         self._nodes: dict[int, Seen] = {}
         self._turns: dict[str, Turn] = {}
-        self._needed = 1
+        self._needed, self._reminded = 1, -math.inf
+        self._clients: Collection[str] = ()
         self.samples: dict[str, int] = {}  # how many each client says it has
 
-    def begin_round(self, hello: Mapping[str, Any], held: str) -> None:
-        """What nodes are asked in this round; all of them where something else never travels."""
-        self._hello = Parcel(hello)
+    def begin_round(self, hello: Mapping[str, Any], held: str, clients: Collection[str]) -> None:
+        """Set the question that nodes are asked in this round, the state that they should hold, and the run's clients.
+
+        If the state is another one than before, all nodes are asked again.
+        """
+        self._hello, self._clients = Parcel(hello), clients
         if held != self._held:
             self._held, self._nodes = held, {}
 
     def reach(self, wanted: Sequence[str], needed: int) -> dict[str, int]:
-        """The nodes of clients that are there: as soon as there are enough, all that are."""
-        ends, logged = time.monotonic() + self._longest, False
+        """Wait until enough clients are there, and return the node of each client that is.
+
+        Raises:
+            InvalidStateError: If there are too few clients after `join-seconds`.
+        """
+        began = time.monotonic()
         while True:
             nodes = self.meet()
             found = {client: nodes[client] for client in wanted if client in nodes}
-            over = time.monotonic() > ends
-            unheard = any(one.message and not one.why for one in self._nodes.values())
-            if len(found) >= needed and (over or not unheard):
+            if len(found) >= needed:
                 return found
-            if over:
-                reasons = "; ".join(dict.fromkeys(one.why for one in self._nodes.values() if one.why))
+            if time.monotonic() - began > self._longest:
                 raise InvalidStateError(
-                    f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._longest:g} s but "
-                    f"got {', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}.",
+                    f"Expected at least {needed} of the clients {listed(wanted)} to join within {self._longest:g} s "
+                    f"but {listed(found) or 'none'} joined.{self._ignored()}",
                     hint="Start their nodes, or decrease `clients-at-least` in the run's configuration.",
                 )
-            if len(found) < needed and not logged:
-                missing = [f"{client} ({self.why_not(client)})" for client in wanted if client not in found]
-                log.info("Waiting for %d of the clients %s.", needed - len(found), ", ".join(missing))
-                logged = True
+            if self._should_remind(began + AGAIN_SECONDS):
+                missing, more = listed(client for client in wanted if client not in found), needed - len(found)
+                log.warning("Waiting for %d more clients to join, of %s.%s", more, missing, self._ignored())
             time.sleep(_LOOK)
+
+    def _should_remind(self, since: float) -> bool:
+        """Return whether a warning about waiting is due: not before a time, and at most once in `REMIND_SECONDS`."""
+        now = time.monotonic()
+        due = now >= max(since, self._reminded + REMIND_SECONDS)
+        self._reminded = now if due else self._reminded
+        return due
+
+    def _ignored(self) -> str:
+        """Return a text about the connected nodes that are not let in, and the setting that lets them in."""
+        ignored = [one for one in self._nodes.values() if one.why]
+        reasons = list(dict.fromkeys(one.why for one in ignored))
+        text = f" Ignored {len(ignored)} connected nodes. {' '.join(reasons[:_REASONS])}" if ignored else ""
+        if strange := sorted({one.client for one in ignored if one.client} - {*self._clients}):
+            names = ",".join(strange)
+            text += f' To train these clients, set `data` and clients="{names}" of the run\'s configuration.'
+        return text
 
     def meet(self) -> dict[str, int]:
         """The clients that are there now, and their nodes; those that are new, or were refused, are asked."""
         now = time.monotonic()
-        self._nodes = {node: self._nodes.get(node) or Seen(key) for node, key in self._link.nodes().items()}
+        before = self._nodes
+        self._nodes = {node: before.get(node) or Seen(key) for node, key in self._link.nodes().items()}
+        for node in before.keys() - self._nodes.keys():
+            log.info("Node %d (client %s) disconnected.", node, before[node].client or "unknown")
         waiting = {one.message: node for node, one in self._nodes.items() if one.message}
         for message, answer in [*self._link.answers(waiting)] if waiting else ():
             self._welcome(waiting[message], answer)
         for node, one in self._nodes.items():
             if one.message and now - one.asked > HELLO_SECONDS:
-                self._welcome(node, f"no answer within {HELLO_SECONDS:g} s")
+                self._welcome(
+                    node,
+                    f"Expected an answer of node {node} within {HELLO_SECONDS:g} s but got none. If it was started "
+                    "with `--isolation process`, start `lightning-fcl deploy executor` beside it.",
+                )
         strange = [node for node, one in sorted(self._nodes.items()) if not (one.let_in or one.message)]
         due = [node for node in strange if now - self._nodes[node].asked >= AGAIN_SECONDS]
         for node in due:
@@ -163,16 +195,21 @@ class Members:
         one.why = greeting.fault or self._fault(node, one)
         if one.why:
             if (one.client, one.why) != before:
-                log.warning("Refused node %d (client %s): %s", node, one.client or "unknown", one.why)
+                log.warning("Ignored node %d (client %s): %s", node, one.client or "unknown", one.why)
             return
         one.let_in, one.alike = True, greeting.held == self._held
         self._claimed[one.key] = one.client
         self.samples[one.client] = greeting.samples
-        log.info("Client %s, which says that it has %d samples, is on node %d.", one.client, greeting.samples, node)
+        log.info("Client %s joined on node %d with %d samples.", one.client, node, greeting.samples)
 
     def _fault(self, node: int, one: Seen) -> str:
         """Why a node may not be the client that it says it is; "": it may."""
         client, has = one.client, self._let_in().get(one.client)
+        if client not in self._clients:
+            return (
+                f"Expected node {node} to be one of the clients {listed(self._clients)} of the run but it is {client}. "
+                "Correct `client` of its node config, or set `data` and `clients` of the run's configuration."
+            )
         if client != (was := self._claimed.get(one.key, client)):
             return f"Expected node {node} to be client {was}, as its key has been, but it says {client}."
         if has is not None:
@@ -203,12 +240,14 @@ class Members:
         return self.counted >= max(1, min(self._needed, sum(not turn.refused for turn in self._turns.values())))
 
     def gather(self, wanted: Sequence[str], needed: int, parcel: Pack, take: Take) -> dict[str, str]:
-        """Send clients their messages, and take in their answers, as they come, until there are enough that count.
+        """Send clients their messages, and take their answers, until enough answers count.
 
-        It waits for all that are there when it begins, but no longer than its time once it has enough. Where those that
-        are left are too few, it sends to whoever has come, or come back; and again, after ever longer pauses, to those
-        who have not answered in its time, since an answer may be lost, and of whom no answer counts. They end nothing:
-        after its time it does without them.
+        The round begins when enough clients are there. It waits for all nodes that are connected then, also for those
+        that have not yet answered who they are, but at most `round-seconds` once it has enough answers. If too few
+        clients are left, the round is sent to clients that join or come back, and again to clients that have not
+        answered within `round-seconds` or of which no answer counts, after longer and longer pauses. After
+        `round-seconds`, clients of which no answer counts are no longer needed. After `join-seconds` more, the round
+        ends with the answers that it has.
 
         Returns:
             The clients that have not answered, and why.
@@ -216,27 +255,39 @@ class Members:
         nodes = self.reach(wanted, needed)
         self._turns, self._needed = {client: Turn() for client in wanted}, needed
         turns, began = self._turns.values(), time.monotonic()
+        unknown = self._unheard if len(nodes) < len(wanted) else set[int]()
         self._send(nodes, parcel)
         met = began
         while True:
             self._listen(take, began)
             now = time.monotonic()
             late = now - began > self._seconds
-            if self.enough if late else self.counted >= needed and not any(turn.waiting for turn in turns):
+            is_waiting = bool(unknown) or any(turn.waiting for turn in turns)
+            if self.enough if late else self.counted >= needed and not is_waiting:
                 break
-            if all(turn.refused for turn in turns) or now - began > self._seconds + self._longest:
+            if now - began > self._seconds + self._longest:
                 break
-            if now - met >= AGAIN_SECONDS:
+            if unknown or now - met >= AGAIN_SECONDS:
                 met, nodes = now, self.meet()
                 for client, turn in self._turns.items():  # of those under way to the gone Flower says so minutes later
                     for message in [name for name, (node, _) in turn.waiting.items() if nodes.get(client) != node]:
                         self._lose(client, message, "its node has gone before it had answered")
-                if late or sum(turn.counted or bool(turn.waiting) for turn in turns) < needed:
-                    self._send(nodes, parcel)
+                few = late or sum(turn.counted or bool(turn.waiting) for turn in turns) < needed
+                self._send(nodes if few else {c: node for c, node in nodes.items() if node in unknown}, parcel)
+                unknown = unknown & self._unheard
+            if self._should_remind(began + REMIND_SECONDS):
+                names = listed((client for client, turn in self._turns.items() if not turn.counted), most=5)
+                number = self.counted
+                log.warning("Waiting for uploads of the clients %s. The round has %d of %d.", names, number, needed)
             time.sleep(_LOOK)
         slow = f"no answer within {self._seconds:g} s"
         left = {client: turn for client, turn in self._turns.items() if not (turn.counted or turn.refused)}
         return {c: slow if turn.waiting else turn.lost or self.why_not(c) for c, turn in left.items()}
+
+    @property
+    def _unheard(self) -> set[int]:
+        """Nodes that have not answered yet who they are, nor failed to answer before."""
+        return {node for node, one in self._nodes.items() if one.message and not one.why}
 
     def _send(self, nodes: Mapping[str, int], parcel: Pack) -> None:
         now = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fcl import __version__
-from lightning_fcl.errors import InvalidValueError, quoted, require
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, quoted, require
 from lightning_fcl.federation.aggregation import State
 
 if TYPE_CHECKING:
@@ -33,12 +34,19 @@ FOR = "runs federations on real machines", "flower"
 BYTES = 256 * 2**20
 """Bytes that the arrays of a message may have where nothing else was agreed."""
 
+OTHER_ROUND, LOST_STATE, UNUSABLE_DATA = "other-round", "lost-state", "unusable-data"
+"""Codes of a node's errors that a server explains. `check_same` and `check_names` have further codes."""
+
+CODE, ARGUMENT = re.compile(r"[a-z][a-z-]{0,39}"), re.compile(r"[A-Za-z_][\w.\[\]-]{0,79}", re.ASCII)
+"""Form of the code of an error that a node sends, and of the name of its argument."""
+
 MODEL, SERVER = "model/", "server/"
 """What names of tensors begin with: of the model, and of what a server keeps for methods."""
 
 _LETTERS = 20_000  # of a client's plain values, with their names
 _LONGEST = 500  # characters of a reason
 _PATIENCE = 1.0  # seconds that others wait for an answer to come in
+_FORM = "bytes"  # how the arrays of a message are encoded
 _NESTED = "nested"  # the plain value that holds those of the server's that are nested, as JSON
 
 _PLAIN = (
@@ -73,7 +81,7 @@ def record_of(parcel: Parcel) -> RecordDict:
     nested = {name: value for name, value in parcel.head.items() if not isinstance(value, str | int | float)}
     head = {name: value for name, value in parcel.head.items() if name not in nested}
     arrays = {
-        name: app.Array(str(value.dtype), tuple(value.shape), "bytes", encode_entry(value, parcel.start.get(name)))
+        name: app.Array(str(value.dtype), tuple(value.shape), _FORM, encode_entry(value, parcel.start.get(name)))
         for name, value in parcel.state.items()
     }
     head |= {_NESTED: json.dumps(nested, default=int)} if nested else {}
@@ -84,6 +92,17 @@ def record_of(parcel: Parcel) -> RecordDict:
 def arrays_of(record: RecordDict) -> Mapping[str, Array]:
     """The entries of a message as they came: the bytes of each, and of which type and shape it is said to be."""
     return record.array_records.get("arrays") or {}
+
+
+def refusal_of(error: Exception) -> dict[str, str]:
+    """Return what a node sends of an error: its code and the name of its argument.
+
+    The text of an error can hold values of the node's data. It stays in the log of the node.
+    """
+    if not isinstance(error, LightningFCLError):
+        return {"refused": "internal-error", "argument": ""}
+    argument = error.argument or ""
+    return {"refused": error.code, "argument": argument if ARGUMENT.fullmatch(argument) else ""}
 
 
 def reason_of(said: object) -> str:
@@ -98,14 +117,21 @@ def refusing(sender: str) -> Iterator[None]:
     try:
         yield
     except RefusedError as error:
-        raise RefusedError(reason_of(error)) from error
+        raise RefusedError(reason_of(error), argument=error.argument, code=error.code) from error
     except Exception as error:  # whatever a message makes of its reader, also RecursionError and MemoryError
         said = f"Expected a message of {sender} that can be read but got {type(error).__name__}: {reason_of(error)}"
         raise RefusedError(reason_of(said)) from error
 
 
-def check_bytes(record: RecordDict, limit: int, sender: str = "a message") -> None:
-    """Refuse a message that is larger than agreed, before anything of it is read."""
+def check_records(record: RecordDict, limit: int, sender: str = "a message") -> None:
+    """Raise RefusedError unless a message has exactly the records of the protocol, with at most ``limit`` bytes."""
+    if len(record) != 2 or "head" not in record.config_records or "arrays" not in record.array_records:
+        raise RefusedError(
+            f"Expected {sender} to have the records `head` and `arrays` of lightning-fcl but got {len(record)} records "
+            f"({quoted(record)}). Start the app that `lightning-fcl deploy flower` has written."
+        )
+    if odd := [name for name, array in arrays_of(record).items() if array.stype != _FORM]:
+        raise RefusedError(f"Expected the arrays of {sender} to be encoded as `{_FORM}` but {quoted(odd)} are not.")
     size = sum(len(array.data) for array in arrays_of(record).values())
     if size > limit:
         raise RefusedError(
@@ -116,9 +142,7 @@ def check_bytes(record: RecordDict, limit: int, sender: str = "a message") -> No
 
 def head_of(record: RecordDict, letters: int = _LETTERS) -> dict[str, Any]:
     """The plain values of a message, none of which is nested, and which have at most so many letters."""
-    head = record.config_records.get("head")
-    if head is None:
-        raise RefusedError("Expected a message of lightning-fcl but got another app's.")
+    head = record.config_records["head"]
     odd = [name for name, value in head.items() if not isinstance(value, str | int | float)]
     if odd:
         raise RefusedError(f"Expected text, numbers and truth values but `{odd[0]}` is none of them.")
@@ -131,7 +155,7 @@ def head_of(record: RecordDict, letters: int = _LETTERS) -> dict[str, Any]:
 def opened(record: RecordDict, limit: int = BYTES) -> Parcel:
     """The parcel that a server's message holds, whose arrays have at most so many bytes."""
     with refusing("the server"):
-        check_bytes(record, limit)
+        check_records(record, limit)
         head = head_of(record, limit)
         head |= json.loads(head.pop(_NESTED, "{}"))
         return Parcel(head, {n: tensor_of(n, a.data, str(a.dtype), a.shape) for n, a in arrays_of(record).items()})
@@ -204,7 +228,12 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
         ("recipe", "have the recipe", recipe, "Deploy the same recipe on all machines."),
     ):
         if head.get(name) != wanted:
-            raise RefusedError(f"Expected {sender} to {does} {wanted} but got {head.get(name)}.", hint=mend)
+            raise RefusedError(
+                f"Expected {sender} to {does} {wanted} but got {head.get(name)}.",
+                hint=mend,
+                argument=name,
+                code=f"other-{name}",
+            )
 
 
 def check_names(sent: Iterable[str], wanted: Iterable[str], sender: str) -> None:
@@ -215,6 +244,7 @@ def check_names(sent: Iterable[str], wanted: Iterable[str], sender: str) -> None
             f"Expected {sender} to send the entries of this recipe's model but {quoted(strange)} "
             f"{'is' if len(strange) == 1 else 'are'} missing or not among them.",
             hint="Deploy the same recipe on all machines.",
+            code="other-model",
         )
 
 
@@ -225,6 +255,7 @@ def check_form(name: str, value: Tensor | Array, wanted: Tensor, sender: str) ->
             f"Expected `{name}` of {sender} to be {wanted.dtype} of shape {tuple(wanted.shape)} but got "
             f"{value.dtype} of shape {tuple(value.shape)}.",
             hint="Deploy the same recipe on all machines.",
+            code="other-model",
         )
 
 

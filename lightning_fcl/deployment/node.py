@@ -1,7 +1,8 @@
 """A node: one client's training, on its own data, with what it remembers on its own disk.
 
-Flower starts a client process anew for every message, which then imports torch and Lightning anew. `stay` runs Flower's
-own ``flower-superexec``, whose arguments it takes, and lets it fork where that would start a process.
+Flower starts a process for every message, which imports torch and Lightning each time. `stay` runs Flower's command
+``flower-superexec`` with its arguments, and forks where Flower would start the command ``flwr-clientapp``. It uses no
+private module of Flower.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
+from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote
 
 import lightning.pytorch as L
@@ -31,19 +33,22 @@ from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.answers import BOUND, file_name_of
 from lightning_fcl.deployment.messages import (
     FOR,
+    LOST_STATE,
     MODEL,
+    OTHER_ROUND,
     SERVER,
+    UNUSABLE_DATA,
     Parcel,
     RefusedError,
     check_form,
     check_names,
     check_same,
     digest,
-    reason_of,
+    refusal_of,
 )
 from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint
 from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
-from lightning_fcl.errors import DamagedFileError, LightningFCLError, quoted, require
+from lightning_fcl.errors import DamagedFileError, InvalidStateError, LightningFCLError, quoted, require
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore, trained_rounds
 from lightning_fcl.federation.sent_once import kept_once
@@ -73,7 +78,7 @@ class Node:
         self._print = fingerprint(recipe)
 
     def answer(self, parcel: Parcel) -> Parcel:
-        """The answer to a message; a refusal, where it is none of this federation, or training has failed."""
+        """Return the answer to a message. If an error occurs, the answer has its code, and the log its text."""
         head: dict[str, Any] = {"version": __version__, "recipe": self._print, "client": self.client}
         head |= {name: parcel.head.get(name) for name in BOUND}
         try:
@@ -83,19 +88,17 @@ class Node:
                 raise RefusedError(f"Expected a message to say hello or to train but got {parcel.head.get('kind')!r}.")
             answer = answers[parcel.head["kind"]](parcel)
             return replace(answer, head={**head, **answer.head})
-        except Exception as error:  # whatever fails here, the server has to know, and goes on with others
-            why = str(error)
-            if not isinstance(error, LightningFCLError):
-                log.exception("Client %s could not answer.", self.client)
-                why = f"{type(error).__name__}: {why}"
-            return Parcel({**head, "refused": reason_of(why)})
+        except Exception as error:  # The server continues the round without this client.
+            log_error(error, f"client {self.client}")
+            return Parcel({**head, **refusal_of(error)})
 
     def _federation_folder(self, head: Mapping[str, Any]) -> Path:
         return own_folder(self._folder, file_name_of(head, "federation"), self.client)
 
     def _hello(self, parcel: Parcel) -> Parcel:
         own = self._federation_folder(parcel.head)
-        samples = count_samples(self._data, own / "data.json")  # who has none says so now
+        with about_data():
+            samples = count_samples(self._data, own / "data.json")
         names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
         state = entries(build(self._recipe).module) if names else {}
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
@@ -104,12 +107,31 @@ class Node:
         head, outline, parts = parcel.head, Outline.of_plain(parcel.head["outline"]), build(self._recipe)
         if outline.client != self.client:
             raise RefusedError(f"Expected a message for client {self.client} but got one for {outline.client}.")
-        take_data(parts.stream, read_data(self._data), outline)
+        with about_data():
+            take_data(parts.stream, read_data(self._data), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
         own = self._federation_folder(head)
         with locked(own / ".lock"):  # what a lost node has left behind may train still
             return train_client(parts, parcel.state, memories(own, self.client, int(head["round"])), head)
+
+
+@contextmanager
+def about_data() -> Iterator[None]:
+    """Mark the errors that are about a node's data, with a code that the server explains if they have no code."""
+    try:
+        yield
+    except LightningFCLError as error:
+        if error.code == RefusedError.code:
+            error.code = UNUSABLE_DATA
+        error.argument = error.argument or "data"
+        raise
+
+
+def log_error(error: Exception, sender: str) -> None:
+    """Log the text of an error on the machine where it occurred, with a traceback unless the library raised it."""
+    unexpected = None if isinstance(error, LightningFCLError) else error
+    log.error("Could not answer the server's message to %s: %s", sender, error, exc_info=unexpected)
 
 
 def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[str, Any]) -> Parcel:
@@ -142,13 +164,15 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     def work(round: Round) -> Generator[Any, None, None]:
         if lost := [name for name in head["kept"] if name not in received]:
             raise RefusedError(
-                f"Expected client {client} to keep {quoted(lost)} but it did not. The server sends it again."
+                f"Expected client {client} to keep {quoted(lost)} but it did not. The server sends it again.",
+                code=LOST_STATE,
             )
         down = [name for name, of in server.reductions.items() if of.down and not of.once]
         if missing := [name for name in down if name not in received]:
             raise RefusedError(
                 f"Expected the server to send {quoted(missing)} of this recipe's model but it did not.",
                 hint="Deploy the same recipe on all machines.",
+                code="other-model",
             )
         groups = [group for optimizer in round.federation.optimizers for group in optimizer.param_groups]
         for group, values in zip(groups, head["optimizer"], strict=True):  # as the server's schedules have them
@@ -251,6 +275,7 @@ def memories(folder: Path, client: str, round: int) -> Path:
                 f"Expected a round from {begun} on, which is the latest round that client {client} began, but got "
                 f"{round}.",
                 hint="Start the server from its newest checkpoint.",
+                code=OTHER_ROUND,
             )
         if round == begun or (begun >= 0 and client not in now):  # the round was interrupted
             now[client] = before[client]
@@ -279,47 +304,66 @@ def _begun_round(now: ClientStore, before: ClientStore, client: str, round: int)
 
 
 def warm() -> None:
-    """Import what a client needs."""
+    """Import the packages that a client needs."""
     for name in ("flwr.app", "flwr.clientapp", "lightning_fcl.deployment.flower"):
-        import_module(name)
+        require(name, *FOR)
 
 
 def stay(words: Sequence[str]) -> None:
-    """Run ``flower-superexec`` with these arguments, until it is told to stop."""
+    """Run ``flower-superexec`` with these arguments until it is told to stop."""
     warm()
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
-    executor: Any = require("flwr.supercore.superexec.executor.subprocess_executor", *FOR)
-    require("flwr.supernode.cli.flwr_clientapp", *FOR)
-    executor.subprocess = _Forks
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who are done
+    superexec, ForkingPopen.run_client = read_command("flower-superexec"), staticmethod(read_command(_CLIENT))
+    # Flower starts a client by the name of its command, and each of its modules looks `Popen` up when it does.
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the clients that have ended
     sys.argv = ["flower-superexec", *words]
-    require("flwr.supercore.cli.flower_superexec", *FOR).flower_superexec()
+    superexec()
 
 
-class _Forks:
-    """Stands in for `subprocess` where Flower starts a client."""
+_CLIENT = "flwr-clientapp"
 
-    DEVNULL = subprocess.DEVNULL
 
-    @staticmethod
-    def Popen(words: Sequence[str], **options: Any) -> object:  # noqa: N802  # Flower calls it so
-        """Fork for a client; anything else is a process as ever."""
-        if os.path.basename(words[0]) != "flwr-clientapp":
-            return subprocess.Popen(words, **options)
-        if child := os.fork():
-            return child
+def read_command(name: str) -> Callable[[], None]:
+    """Return the function behind a command of the installed Flower."""
+    found = list(entry_points(group="console_scripts", name=name))
+    if not found:
+        raise InvalidStateError(
+            f"Expected Flower to have the command `{name}` but flwr {version('flwr')} does not.",
+            hint='Install a supported version: pip install "lightning-fcl[flower]".',
+        )
+    command: Callable[[], None] = found[0].load()
+    return command
+
+
+class ForkingPopen(subprocess.Popen[Any]):
+    """A `subprocess.Popen` that forks this process, which has imported everything, to start a Flower client."""
+
+    run_client: Callable[[], None]
+
+    def __init__(self, args: Any, *more: Any, **options: Any) -> None:
+        words = [str(word) for word in args] if isinstance(args, list | tuple) else []
+        if not words or os.path.basename(words[0]) != _CLIENT:
+            super().__init__(args, *more, **options)
+            return
+        self.args, self.pid, self.returncode = args, os.fork(), None
+        if self.pid == 0:
+            self._run(words)
+
+    def _run(self, words: list[str]) -> NoReturn:
+        """Run a client in the forked process, and end the process."""
         try:
             follow_parent()
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            sys.argv = list(words)
-            require("flwr.supernode.cli.flwr_clientapp", *FOR).flwr_clientapp()
+            sys.argv = words
+            type(self).run_client()
         except Exception:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # nothing of the parent's is ended here, and nobody asks how it went
+            os._exit(0)  # without the exit handlers of the process that was forked
 
 
 def follow_parent() -> None:

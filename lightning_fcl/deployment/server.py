@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 import warnings
 from collections.abc import Generator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import numpy as np
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
@@ -22,9 +23,10 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
 from lightning_fcl.deployment.members import Members
-from lightning_fcl.deployment.messages import BYTES, MODEL, SERVER, Parcel, RefusedError, digest
+from lightning_fcl.deployment.messages import BYTES, MODEL, OTHER_ROUND, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.deployment.outline import fingerprint, outline_of, read_recipe
 from lightning_fcl.deployment.own_data import read_data, take_server_data
+from lightning_fcl.deployment.resuming import LastCheckpoint, check_no_round_missing
 from lightning_fcl.errors import (
     InvalidStateError,
     InvalidValueError,
@@ -33,7 +35,9 @@ from lightning_fcl.errors import (
     argument,
     at_least,
     check_fields,
+    listed,
 )
+from lightning_fcl.evaluation.results import LAST
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.schedule import Participation
@@ -41,7 +45,7 @@ from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
-from lightning_fcl.running.fit import FederatedCLI, run
+from lightning_fcl.running.fit import FederatedCLI, as_list, run
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.round import Round
@@ -88,21 +92,25 @@ class Terms:
 
 @dataclass
 class Identity(Callback):
-    """Keeps in checkpoints which federation this is: nodes keep what they remember by it, and keys their clients.
+    """The identity of a federation, and of its clients, in the checkpoints of its server.
 
     Args:
-        claimed: Whose each key has been, by its name.
+        name: Name under which nodes store their state.
+        claimed: The client of each key, by the name of the key.
+        behind: The clients that could not follow the server, and the latest round in which each could not.
     """
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     claimed: dict[str, str] = field(default_factory=dict)
+    behind: dict[str, int] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "claimed": {**self.claimed}}
+        return {"name": self.name, "claimed": {**self.claimed}, "behind": {**self.behind}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.name = str(state_dict["name"])
         self.claimed.update(state_dict["claimed"])
+        self.behind.update(state_dict.get("behind", {}))
 
 
 class Nodes:
@@ -133,7 +141,10 @@ class Nodes:
         # The module's entries from which clients start and which do not travel.
         of = {n: rule for n, rule in server.reductions.items() if n not in server.extra}
         held = {n: server.state[n] for n, rule in of.items() if not (rule.down or rule.up)}
-        self.members.begin_round({**self._head(round), "kind": "hello", "held": sorted(held)}, digest(held))
+        hello = {**self._head(round), "kind": "hello", "held": sorted(held)}
+        self.members.begin_round(hello, digest(held), plan.clients)
+        began = time.monotonic()
+        log.info("Round %d began with %d sampled clients.", round.number, len(drawn))
 
         def take(client: str, answer: RecordDict, sent: Mapping[str, Any]) -> bool:
             if client in server.record.trained:
@@ -142,6 +153,8 @@ class Nodes:
             try:
                 return self._take(round, client, answer, sent, len(drawn), skipped)
             except RefusedError as error:
+                if error.code == OTHER_ROUND:
+                    self.identity.behind[client] = round.number
                 _drop(round, client, str(error))
                 return False
 
@@ -163,6 +176,27 @@ class Nodes:
         federation.strategy.counters.count_steps(1)
         yield None
         aggregate(round, skipped)
+        rounds, seconds = federation.module.trainer.max_epochs, time.monotonic() - began
+        log.info(
+            "Round %d ended with uploads of %d of %d clients after %.1f s. The run has %s rounds.",
+            *(round.number, counted, len(drawn), seconds, rounds),
+        )
+
+    def close(self, out: Path) -> None:
+        """Log that the run has ended.
+
+        Raises:
+            InvalidStateError: If a client could not follow, so that the result lacks its uploads.
+        """
+        behind = self.identity.behind
+        if not behind:
+            log.info("Finished the run. The results are in %s.", out)
+            return
+        raise InvalidStateError(
+            f"Expected all clients to follow the server but the state of {listed(behind)} was of a later round. "
+            f"The results in {out} lack their uploads of rounds up to {max(behind.values())}.",
+            hint="Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
+        )
 
     def _head(self, round: Round) -> dict[str, Any]:
         federation = round.federation
@@ -277,6 +311,10 @@ def serve(
 
     Args:
         data: What it tests on: see `read_data`; None: the recipe's own data, of which clients' samples are not used.
+
+    Raises:
+        InvalidStateError: If too few clients join or answer, if the newest checkpoint lacks rounds of the record, or,
+            after the last round, if a client could not follow.
     """
     if data is not None and not clients:
         raise MissingValueError(
@@ -284,10 +322,14 @@ def serve(
             hint='Set both in the run\'s configuration: clients="a,b,c".',
         )
 
+    nodes = Nodes(link, fingerprint(read_recipe(recipe)), terms)
+
     class Served(FederatedCLI):
         """A fit whose clients are nodes."""
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+            callbacks = as_list(self.config_init["fit"]["trainer"]["callbacks"])
+            has_own = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
             trainer = super().instantiate_trainer(**kwargs)
             strategy, callbacks = trainer.strategy, callbacks_of(trainer)
             assert isinstance(strategy, FederatedStrategy)
@@ -296,13 +338,14 @@ def serve(
                 if isinstance(callback, ContinualMetrics):
                     # Clients' models, with what is their own, and their samples never come here.
                     callback.clients, callback.training = "none", False
-            nodes = Nodes(link, fingerprint(read_recipe(recipe)), terms)
             strategy.cohort_size = 1
             strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
             strategy.server.compression = None  # uploads come as the server decodes them
             strategy.server.largest_update = terms.largest_update
             strategy.new_round = nodes.round
             callbacks.append(nodes.identity)
+            if has_own:
+                callbacks.append(LastCheckpoint(out / LAST))
             return trainer
 
         def fit(self, model: L.LightningModule, **arguments: Any) -> None:
@@ -311,8 +354,12 @@ def serve(
             super().fit(model, **arguments)
 
     warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train
-    whole = Recipe((recipe,)).with_values({"out": str(out), "trainer.enable_progress_bar": False})
-    if (newest := newest_checkpoint(out / "checkpoints")) is not None:
-        log.info("Goes on from %s.", newest)
+    values = {"out": str(out), "trainer.enable_progress_bar": False, "trainer.enable_checkpointing": True}
+    whole, newest = Recipe((recipe,)).with_values(values), newest_checkpoint(out / LAST.parent)
+    check_no_round_missing(out, newest)
+    if newest is not None:
+        log.info("Resumed from %s.", newest)
         whole = whole.with_values({"ckpt_path": str(newest)})
-    return run("fit", whole, Served)
+    served = run("fit", whole, Served)
+    nodes.close(out)
+    return served

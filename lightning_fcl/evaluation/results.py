@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,18 @@ class RecordFile:
                 rounds.append(self._last)
         self._number = len(rounds)
         return {**self._rest, "rounds": rounds}
+
+
+def last_recorded_round(folder: Path) -> int:
+    """Return the number of the last round in ``record.jsonl`` of a run's folder; -1 if there is none.
+
+    A last line that was not written to its end does not count.
+    """
+    last = -1
+    with suppress(FileNotFoundError, json.JSONDecodeError), (folder / _RECORD).open("rb") as file:
+        for line in map(json.loads, file):
+            last = int(line.get("round", last))
+    return last
 
 
 def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | None = 1) -> Path:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from lightning_fcl.deployment.messages import record_of
 
@@ -54,14 +54,14 @@ def first(message):
     return min(names, key=lambda name: prod(message.arrays[name].shape))
 
 
-def put(data=None, dtype=None, shape=None):
-    """With other bytes of the first array, data or what a function makes of them, or another type or shape of it."""
+def put(data=None, dtype=None, shape=None, stype=None):
+    """With other bytes of the first array (data, or what a function makes of them), type, shape or encoding."""
 
     def change(message):
         name = first(message)
         old = message.arrays[name]
         made = old.data if data is None else data(old.data) if callable(data) else data
-        new = Array(dtype or old.dtype, old.shape if shape is None else shape, old.stype, made)
+        new = Array(dtype or old.dtype, old.shape if shape is None else shape, stype or old.stype, made)
         return replace(message, arrays={**message.arrays, name: new})
 
     return change
@@ -100,7 +100,9 @@ def less(message):
 
 WHOLE = "Expected `samples` to be a whole number from 0 to [0-9]+ but got"
 TOO_MANY = "Expected `rehearsed` to be a whole number from 0 to [0-9]+ but got"
-NO_MESSAGE = "Expected a message of lightning-fcl but got another app's"
+RECORDS = "Expected .* to have the records `head` and `arrays` of lightning-fcl but got [0-9]+ records"
+FORM_OF_ARRAYS = "Expected the arrays of .* to be encoded as `bytes` but `.*` are not"
+NO_CODE = "Expected an error of .* to be a code and the name of an argument but got"
 NESTED = "Expected text, numbers and truth values but `.*` is none of them"
 LONG = "Expected a message's text to have at most [0-9]+ letters but got"
 LARGE = "Expected at most [0-9]+ bytes of client 1 but got"
@@ -124,16 +126,19 @@ KINDS = {
     "samples: none": (without("samples"), WHOLE),
     "rehearsed: 2**63 - 1": (saying(rehearsed=BIG), TOO_MANY),
     "rehearsed: none": (without("rehearsed"), TOO_MANY),
-    "no head": (holding(head=None), NO_MESSAGE),
-    "a head of arrays": (holding(head=ArrayRecord()), NO_MESSAGE),
+    "no head": (holding(head=None), RECORDS),
+    "a head of arrays": (holding(head=ArrayRecord()), RECORDS),
     "an empty head": (holding(head=ConfigRecord()), OLD),
     "a word of bytes": (saying(more=b"[" * 10_000), NESTED),
     "a word of 100,000 brackets": (saying(nested="[" * 100_000), LONG),
     "a word whose name has 100,000 letters": (saying(**{"z" * 100_000: 1}), LONG),
     "30,000 words": (saying(**{str(number): number for number in range(30_000)}), LONG),
-    "a reason of 50 MB": (lambda m: replace(saying(refused="x" * 50_000_000)(m), arrays={}), LONG),
-    "a reason of 10,000 letters": (saying(refused="x" * 10_000), "x{400}"),
-    "a reason that is not printed": (saying(refused="\x1b[31m\n\u202e"), r"^ +\[31m +$"),
+    "a code of 50 MB": (lambda m: replace(saying(refused="x" * 50_000_000)(m), arrays={}), LONG),
+    "a code of 10,000 letters": (saying(refused="x" * 10_000), NO_CODE),
+    "a code that is not printed": (saying(refused="\x1b[31m\n\u202e"), NO_CODE),
+    "a text in place of a code": (saying(refused="Expected 3 labels but got 12."), NO_CODE),
+    "a text in place of an argument": (saying(refused="invalid-value", argument="12 patients"), NO_CODE),
+    "a code that nobody knows": (saying(refused="z-z"), "got the error `z-z`. Read the log of the node"),
     "another client's name": (saying(client="2"), OLD),
     "another federation": (saying(federation="0" * 32), OLD),
     "another round": (saying(round=7), OLD),
@@ -143,7 +148,13 @@ KINDS = {
     "an entry more": (more("more"), ENTRIES),
     "an entry of 100,000 letters": (more("z" * 100_000), ENTRIES),
     "an entry less": (less, ENTRIES),
-    "no arrays": (holding(arrays=None), ENTRIES),
+    "no arrays": (holding(arrays=None), RECORDS),
+    "arrays of 64 MB more": (holding(more=ArrayRecord({"w": Array(FLOAT, (2**24,), "bytes", bytes(2**26))})), RECORDS),
+    "text of 50 MB more": (holding(more=ConfigRecord({"text": "x" * 50_000_000})), RECORDS),
+    "metrics": (holding(more=MetricRecord({"loss": 0.5})), RECORDS),
+    "1,000 records": (holding(**{str(number): ConfigRecord() for number in range(1000)}), RECORDS),
+    "another encoding of arrays": (put(stype="numpy.ndarray"), FORM_OF_ARRAYS),
+    "an encoding of 100,000 letters": (put(stype="z" * 100_000), FORM_OF_ARRAYS),
     "no bytes": (put(b""), NO_ARRAY),
     "a pickle": (put(b"\x80\x04K\x01."), NO_ARRAY),
     "all has changed, to nothing": (put(b"\xff\xff"), NO_ARRAY),
@@ -170,7 +181,7 @@ KINDS = {
 """Of an answer to a download: what is done to it, and what its refusal says."""
 
 HELLOS = {
-    "no head": (holding(head=None), NO_MESSAGE),
+    "no head": (holding(head=None), RECORDS),
     "a word of 100,000 letters": (saying(more="[" * 100_000), LONG),
     "a word of bytes": (saying(more=b"[" * 10_000), NESTED),
     "a name of two dots": (saying(client=".."), "Expected the name of a client"),
@@ -189,6 +200,11 @@ HELLOS = {
     "more samples than anybody has": (saying(client="9", samples=2**40), "Expected `samples` to be a whole number"),
     "no samples": (without("samples"), "Expected `samples`"),
     "an array": (more("w"), "Expected at most 0 bytes of an answer to hello but got 4"),
-    "a reason of 10,000 letters": (saying(refused="x" * 10_000), "x{400}"),
+    "a code of 10,000 letters": (saying(refused="x" * 10_000), NO_CODE),
+    "a name of no client of the run": (
+        saying(client="9"),
+        "Expected node .* to be one of the clients 0, 1, 2 of the",
+    ),
+    "metrics": (holding(more=MetricRecord({"loss": 0.5})), RECORDS),
 }
 """Of an answer to hello."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -147,7 +148,7 @@ class Machines:
 
     def flwr(self, *words, check=True):
         command = [str(self.bin / "flwr"), *map(str, words)]
-        options = {"capture_output": True, "text": True, "env": self.environment, "cwd": self.folder, "timeout": 120}
+        options = {"capture_output": True, "text": True, "env": self.environment, "cwd": self.folder, "timeout": 300}
         ended = subprocess.run(command, **options)
         assert not check or ended.returncode == 0, ended.stdout + ended.stderr + self.logs()
         return ended
@@ -163,6 +164,12 @@ class Machines:
         self.connect(options)
         said = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items())
         self.flwr("run", app, "here", "--run-config", said)
+
+    def stream(self, app, settings):
+        """Run an app, and return what `flwr run --stream` shows until the run has ended."""
+        said = " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+        ended = self.flwr("run", app, "here", "--stream", "--run-config", said, check=False)
+        return re.sub(r"\x1b\[[0-9;]*m", "", ended.stdout + ended.stderr)
 
     def signal(self, name, number):
         os.killpg(self.running[name].pid, number)

@@ -40,7 +40,7 @@ def test_a_message_larger_than_agreed_is_refused():
 
 
 @pytest.mark.seconds
-def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wire, monkeypatch):
+def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wire, caplog):
     other = {**deployed.recipe, "model": {**deployed.recipe["model"], "init_args": {"num_classes": 11}}}
     nodes = [deployed.node("0"), deployed.node("1", other), deployed.node("2")]
     older = nodes[2]
@@ -49,40 +49,43 @@ def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wi
     deployed.serve(wire(nodes), clients_at_least=1)
     found = deployed.rounds()[0]["dropped"]
     assert (
-        "Expected the server to have the recipe" in found["1"]
-        and "Deploy the same recipe on all machines" in found["1"]
+        "Expected client 1 to have the recipe" in found["1"] and "Deploy the same recipe on all machines" in found["1"]
     )
     assert "Expected client 2 to run lightning-fcl" in found["2"] and "0.0.9" in found["2"]
     answer = nodes[0].answer(Parcel({"kind": "hello", "version": "0.0.9", "recipe": ""}))
-    assert "Expected the server to run lightning-fcl" in answer.head["refused"]
+    assert (answer.head["refused"], answer.head["argument"]) == ("other-version", "version")
+    assert "Expected the server to run lightning-fcl" in caplog.text
 
 
 @pytest.mark.seconds
-def test_weights_of_another_model_are_refused_by_a_node(asked):
+def test_weights_of_another_model_are_refused_by_a_node(asked, caplog):
     node, sent = asked
     names = list(sent.state)
     less = {name: value for name, value in sent.state.items() if name != names[0]}
     longer = {**sent.state, names[0]: torch.zeros(99, 64)}
     mad = {**sent.state, names[0]: sent.state[names[0]] * torch.inf}
-    for state, message in (
-        (less, "Expected the server to send `model.1.weight`"),
-        (longer, "of shape"),
-        (mad, "finite"),
+    for state, code, message in (
+        (less, "other-model", "Expected the server to send `model.1.weight`"),
+        (longer, "other-model", "of shape"),
+        (mad, "refused", "finite"),
     ):
-        assert message in node.answer(Parcel(sent.head, state)).head["refused"]
+        caplog.clear()
+        assert node.answer(Parcel(sent.head, state)).head["refused"] == code and message in caplog.text
     strange = Parcel({**sent.head, "kind": "dance"}, sent.state)
-    assert "say hello or to train but got 'dance'" in node.answer(strange).head["refused"]
+    assert node.answer(strange).head["refused"] == "refused"
+    assert "say hello or to train but got 'dance'" in caplog.text
 
 
 @pytest.mark.seconds
-def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire):
+def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire, caplog):
     lost = Node(deployed.recipe, "1", str(deployed.folder / "nowhere.npz"), deployed.folder / "m")
     nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
     deployed.serve(wire(nodes), clients_at_least=2)
     (round,) = deployed.rounds()
     found, claims = round["dropped"], round["claims"]
     assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
-    assert found.keys() == {"1"} and "there is no file" in found["1"] and "nowhere.npz" in found["1"]
+    assert found.keys() == {"1"} and "got the error `unusable-data`" in found["1"]
+    assert "nowhere" not in found["1"] and "there is no file" in caplog.text  # in the log of the node
 
 
 @pytest.mark.seconds
@@ -95,7 +98,7 @@ def test_a_node_that_is_asked_again_who_it_is_does_not_read_its_data_again(deplo
     os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns))
     assert deployed.node("1").answer(hello).head["samples"] == samples  # nor in another process
     path.write_bytes(b"")
-    assert "1.npz" in node.answer(hello).head["refused"]
+    assert node.answer(hello).head["refused"] == "unusable-data"
 
 
 def test_data_that_do_not_fit_are_refused(tmp_path):
@@ -159,7 +162,7 @@ def test_damaged_photographs_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.seconds
-def test_labels_that_the_server_does_not_know_are_refused(deployed, wire):
+def test_labels_that_the_server_does_not_know_are_refused_and_stay_on_the_node(deployed, wire, caplog):
     path = deployed.folder / "data" / "1.npz"
     columns = dict(np.load(path))
     y = columns.pop("y")
@@ -169,7 +172,9 @@ def test_labels_that_the_server_does_not_know_are_refused(deployed, wire):
     np.savez(path, y=y, **columns)
     deployed.serve(wire(deployed.nodes()), clients_at_least=2)
     found = deployed.rounds()[0]["dropped"]
-    assert "Expected the labels of client 1 among" in found["1"] and "eleven" in found["1"]
+    assert "got the error `unknown-name` about `data`" in found["1"] and "eleven" not in found["1"]
+    said = [record.getMessage() for record in caplog.records if record.name == "lightning_fcl.deployment.node"]
+    assert any("Expected the labels of client 1 among" in line and "eleven" in line for line in said)
 
 
 @pytest.mark.seconds
@@ -186,12 +191,11 @@ def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp
 
 
 @pytest.mark.seconds
-def test_a_federation_whose_name_leads_elsewhere_or_is_another_in_unicode_is_refused_by_a_node(deployed, asked):
+def test_a_federation_whose_name_leads_elsewhere_or_is_another_in_unicode_is_refused(deployed, asked, caplog):
     node, sent = asked
     before = sorted(deployed.folder.rglob("*"))
     for name in ("..", ".", "", "x" * 300, "../../victim" * 30, "\ufb01eld"):
-        refused = node.answer(Parcel({**sent.head, "federation": name}, sent.state)).head["refused"]
-        assert refused.startswith(
-            "Expected the name of a federation, not `..`, of letters that are printed, in Unicode's"
-        )
+        caplog.clear()
+        assert node.answer(Parcel({**sent.head, "federation": name}, sent.state)).head["refused"] == "refused"
+        assert "Expected the name of a federation, not `..`, of letters that are printed, in Unicode's" in caplog.text
     assert sorted(deployed.folder.rglob("*")) == before

@@ -1,5 +1,6 @@
 """What goes on where it was: a server from its newest checkpoint, a node with its memory; who comes late, or leaves."""
 
+import shutil
 import sys
 
 import pytest
@@ -103,7 +104,7 @@ def test_clients_join_late_and_leave(rehearsal, wire):
 def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire):
     one = rehearsal()
     one.simulate()
-    with pytest.raises(RuntimeError, match="Expected at least 3 of the clients 0, 1, 2 within 1 s but got 0, 1"):
+    with pytest.raises(RuntimeError, match="Expected at least 3 of the clients 0, 1, 2 to join within 1 s but 0, 1 j"):
         one.serve(wire([one.node("0"), one.node("1")]), clients_at_least=3)
 
 
@@ -162,7 +163,7 @@ def test_a_server_that_is_not_finite_or_far_off_is_not_written_over_its_last_goo
 
 
 @pytest.mark.seconds
-def test_memories_of_a_later_round_are_not_gone_back_from(rehearsal, wire):
+def test_memories_of_a_later_round_are_not_gone_back_from(rehearsal, wire, caplog):
     """A server without its checkpoints is another federation; one that goes two rounds back is refused."""
     one = rehearsal()
     one.simulate()
@@ -172,7 +173,78 @@ def test_memories_of_a_later_round_are_not_gone_back_from(rehearsal, wire):
     refused = nodes[0].answer(
         type(train)({**train.head, "outline": {**train.head["outline"], "client": "0"}}, train.state)
     )
-    assert "Expected a round from 3 on" in refused.head["refused"]
+    assert refused.head["refused"] == "other-round" and "Expected a round from 3 on" in caplog.text
     (one.folder / "deployed").rename(one.folder / "before")
     one.serve(wire(nodes), clients_at_least=3)
     assert one.rounds()[-1]["correct"] == one.rounds("before")[-1]["correct"]
+
+
+RARE = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_epochs": 3}}
+
+
+def lost_in(wire, number):
+    """A link whose server is lost as it sends a round."""
+
+    class Lost(wire):
+        def send(self, parcels, seconds):
+            if any(parcel.head["round"] == number for parcel in parcels.values()):
+                raise LostError
+            return super().send(parcels, seconds)
+
+    return Lost
+
+
+@pytest.mark.seconds
+def test_serve_recipe_with_rare_checkpoints_continues_from_the_last_round(rehearsal, wire, same):
+    one = rehearsal({"trainer": {"callbacks": [*REPLAY["trainer"]["callbacks"], RARE]}})
+    simulated = one.simulate()
+    with pytest.raises(LostError):
+        one.serve(lost_in(wire, 2)(one.nodes()), clients_at_least=3)
+    link = wire(one.nodes())
+    deployed = one.serve(link, clients_at_least=3)
+    assert min(parcel.head["round"] for _, parcel in link.asked) == 2
+    assert same(simulated.model, deployed.model)
+
+
+@pytest.mark.seconds
+def test_serve_checkpoint_that_lacks_rounds_of_the_record_stops(rehearsal, wire):
+    one = rehearsal()
+    one.simulate()
+    with pytest.raises(LostError):
+        one.serve(lost_in(wire, 3)(one.nodes()), clients_at_least=3)
+    last = one.folder / "deployed" / "checkpoints" / "last.ckpt"
+    whole = last.read_bytes()
+    for damaged in (None, whole[: len(whole) // 2]):
+        last.unlink() if damaged is None else last.write_bytes(damaged)
+        link = wire(one.nodes())
+        with pytest.raises(RuntimeError, match=r"a checkpoint of round 2, the last .* there is none\..*Restore .*last"):
+            one.serve(link, clients_at_least=3)
+        assert link.asked == []
+    last.write_bytes(whole)  # as the message says
+    one.serve(wire(one.nodes()), clients_at_least=3)
+    assert len(one.rounds()) == 4
+
+
+@pytest.mark.seconds
+def test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends(rehearsal, wire, caplog):
+    """The server's folder is a copy of an earlier one: record and checkpoint agree, but client 0 is ahead."""
+    one = rehearsal()
+    one.simulate()
+    with pytest.raises(LostError):
+        one.serve(lost_in(wire, 1)(one.nodes()), clients_at_least=3)
+    shutil.copytree(one.folder / "deployed", one.folder / "copy")
+    with pytest.raises(LostError):
+        one.serve(lost_in(wire, 3)(one.nodes()[:1]), clients_at_least=1)
+    shutil.rmtree(one.folder / "deployed")
+    (one.folder / "copy").rename(one.folder / "deployed")
+    caplog.clear()
+    with pytest.raises(RuntimeError, match=r"state of 0 was of a later round\..* lack their uploads of rounds up to 1"):
+        one.serve(wire(one.nodes()), clients_at_least=2)
+    named = [one for one in caplog.records if "Round 1: nothing of client 0" in one.getMessage()]
+    assert named and {one.levelname for one in named} == {"WARNING"} and "`other-round`" in named[0].getMessage()
+    assert [sorted(one["upload_bytes"]) for one in one.rounds()] == [
+        ["0", "1", "2"],
+        ["1", "2"],
+        ["0", "1", "2"],
+        ["0", "1", "2"],
+    ]

@@ -1,0 +1,45 @@
+"""Checkpoints of a deployment's server: one after every round, and the check that none is missing."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_fcl.errors import InvalidStateError
+from lightning_fcl.evaluation.results import LAST, last_recorded_round
+from lightning_fcl.io.checkpoint import read_checkpoint
+
+_load = partial(torch.load, map_location="cpu", weights_only=True)
+
+
+class LastCheckpoint(Checkpoint):
+    """A checkpoint of the last round, written after every round, beside those that a recipe's own callbacks write.
+
+    A node keeps its state of the last two rounds: a server with an older checkpoint cannot continue with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self._path)
+
+
+def check_no_round_missing(out: Path, checkpoint: Path | None) -> None:
+    """Raise InvalidStateError if a run's record has rounds that its newest checkpoint lacks.
+
+    The last round may be missing: the server can be killed between writing the record and writing the checkpoint.
+    """
+    recorded = last_recorded_round(out)
+    reached = -1 if checkpoint is None else int(read_checkpoint(_load, checkpoint)["epoch"])
+    if recorded > reached + 1:
+        found = "there is none" if checkpoint is None else f"{checkpoint.name} is of round {reached}"
+        raise InvalidStateError(
+            f"Expected a checkpoint of round {recorded}, the last round in the record of {out}, but {found}. Clients "
+            "cannot repeat the rounds between.",
+            hint=f"Restore {out / LAST} from a backup, or choose another `out` to start a new run.",
+        )

@@ -1,0 +1,65 @@
+"""Nodes whose names the server does not expect, and clocks that differ, on a real SuperLink."""
+
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_fcl.cli.main import main
+from lightning_fcl.deployment import clock
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+NAMES = {"0": "plant-a", "1": "plant-b", "2": "plant-c"}
+
+
+@pytest.fixture
+def linked(rehearsal, machines):
+    """A recipe of one round, and a SuperLink with a SuperNode for each client, all with other names than the recipe."""
+    one, at = rehearsal({"trainer": {"max_epochs": 1}}), machines()
+    one.simulate()
+    at.link()
+    at.connect()
+    for client, name in NAMES.items():
+        data = one.folder / "data" / f"{client}.npz"
+        at.node(name, f'client="{name}" data="{data}" memories="{one.folder / "memories"}"')
+    return one, at
+
+
+def test_flwr_run_stream_shows_ignored_nodes_the_setting_that_lets_them_in_and_rounds(linked):
+    one, at = linked
+    app = one.app()
+    settings = {"out": str(one.folder / "deployed"), "clients-at-least": 3, "join-seconds": 25}
+    said = at.stream(app, settings)
+    assert "WARNING Waiting for 3 more clients to join, of 0, 1, 2." in said
+    for name in NAMES.values():
+        assert re.search(
+            rf"WARNING Ignored node \d+ \(client {name}\): Expected node \d+ to be one of the clients", said
+        )
+    assert "Expected at least 3 of the clients 0, 1, 2 to join within 25 s but none joined. Ignored 3 connected" in said
+    found = re.search(r"To train these clients, set `data` and clients=\"(.*?)\" of the run's configuration", said)
+    assert found and found[1] == "plant-a,plant-b,plant-c"
+    settings |= {"clients": found[1], "data": str(one.folder / "data" / "server.npz"), "join-seconds": 200}
+    said = at.stream(app, settings)
+    for name in NAMES.values():
+        assert re.search(rf"INFO Client {name} joined on node \d+ with \d+ samples\.", said)
+    assert "INFO Round 0 began with 3 sampled clients." in said
+    assert "INFO Round 0 ended with uploads of 3 of 3 clients" in said
+    assert f"INFO Finished the run. The results are in {one.folder / 'deployed'}." in said
+    assert one.ended()
+
+
+def test_deploy_clock_compares_the_clock_with_that_of_a_superlink(machines, error_of, monkeypatch, capsys, tmp_path):
+    at = machines()
+    words = ["deploy", "clock", "--superlink", at.address, "--insecure"]
+    assert f"Expected a SuperLink at {at.address} but the connection failed" in error_of(words)
+    at.link()
+    main(words)
+    assert re.search(r"from the SuperLink's\. Flower accepts the difference\.", capsys.readouterr().out)
+    for seconds, side in ((10, "ahead of"), (-400, "behind")):
+        shifted = SimpleNamespace(time=lambda seconds=seconds: time.time() + seconds)
+        monkeypatch.setattr(clock, "time", shifted)
+        found = re.search(r"but it is about (\d+) s (ahead of|behind) it\. The SuperLink rejects", error_of(words))
+        assert found and abs(int(found[1]) - abs(seconds)) <= 3 and found[2] == side
+    assert "--superlink 127.0.0.1:18000" in error_of(["deploy", "clock"])
