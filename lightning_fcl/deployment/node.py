@@ -41,8 +41,8 @@ from lightning_fcl.deployment.messages import (
     digest,
     reason_of,
 )
-from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint
-from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
+from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint, make_stream
+from lightning_fcl.deployment.own_data import DataSource, count_samples, read_data, take_data
 from lightning_fcl.errors import LightningFCLError, quoted, require
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
@@ -64,10 +64,12 @@ RECEIVED = "received"
 class Node:
     """Answers a server's messages: it trains one client on this machine's own data."""
 
-    def __init__(self, recipe: Mapping[str, Any], client: str, data: str, folder: str | Path | None = None) -> None:
+    def __init__(
+        self, recipe: Mapping[str, Any], client: str, data: str | DataSource, folder: str | Path | None = None
+    ) -> None:
         self.client = client
         self._recipe = recipe
-        self._data = data
+        self._data = (data if isinstance(data, DataSource) else DataSource(data)).of_recipe(recipe)
         self._folder = Path(folder) if folder is not None else cache_folder() / "nodes"
         self._print = fingerprint(recipe)
 
@@ -94,7 +96,8 @@ class Node:
 
     def _hello(self, parcel: Parcel) -> Parcel:
         own = self._federation_folder(parcel.head)
-        samples = count_samples(self._data, own / "data.json")  # who has none says so now
+        seed = make_stream(self._recipe).seed
+        samples = count_samples(self._data, own / "data.json", seed)  # who has none says so now
         names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
         state = entries(build(self._recipe).module) if names else {}
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
@@ -103,7 +106,7 @@ class Node:
         head, outline, parts = parcel.head, Outline.of_plain(parcel.head["outline"]), build(self._recipe)
         if outline.client != self.client:
             raise RefusedError(f"Expected a message for client {self.client} but got one for {outline.client}.")
-        take_data(parts.stream, read_data(self._data), outline)
+        take_data(parts.stream, read_data(self._data, parts.stream.seed), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
         own = self._federation_folder(head)
