@@ -111,8 +111,21 @@ def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
         return hook(*args)
 
 
-def take_apart(module: L.LightningDataModule, seed: int) -> Parts:
-    there = {part: hook for part, hook in _HOOKS.items() if part == "train" or is_overridden(hook, module)}
+def take_apart(module: L.LightningDataModule, seed: int, needed: str = "train") -> Parts:
+    """Return the dataset and the loading of each loader that a data module has.
+
+    Args:
+        module: The data module.
+        seed: Seed of what its hooks draw.
+        needed: The part that the data module must have.
+    """
+    there = {part: hook for part, hook in _HOOKS.items() if part == needed or is_overridden(hook, module)}
+    if not is_overridden(_HOOKS[needed], module):
+        name = type(module).__name__
+        raise MissingValueError(
+            f"Expected {name} to have a `{_HOOKS[needed]}` but it has none.",
+            hint=f"Define `{_HOOKS[needed]}` in {name}.",
+        )
     for stage in ("fit", "test") if "test" in there else ("fit",):
         call_seeded(seed, module.setup, stage)
     parts: Parts = {}
@@ -120,7 +133,7 @@ def take_apart(module: L.LightningDataModule, seed: int) -> Parts:
         made = call_seeded(seed, getattr(module, hook))
         if isinstance(made, list | tuple) and len(made) < 2:
             made = made[0] if made else None
-        if made is not None or part == "train":
+        if made is not None or part == needed:
             data, loading = call_seeded(seed, _taken_apart, made, f"`{hook}` of {type(module).__name__}")
             parts[part] = data, loading if part == "train" else replace(loading, shuffle=False)
     return parts
@@ -152,9 +165,12 @@ def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str
                         argument=name,
                         value=vars(loading)[name],
                     )
-    for part, like in (("validation", "test"), ("test", "validation")):
-        if loaders and part not in loaders:  # its samples are taken from the training samples
-            loaders[part] = replace(loaders.get(like, loaders["train"]), shuffle=False, drop_last=False)
+    if loaders:
+        # A part without a loader has samples of another part.
+        train = loaders.get("train") or loaders.get("test") or loaders["validation"]
+        for part, like in (("validation", "test"), ("test", "validation")):
+            loaders.setdefault(part, replace(loaders.get(like, train), shuffle=False, drop_last=False))
+        loaders.setdefault("train", train)
     return loaders
 
 

@@ -22,6 +22,7 @@ from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.data.samples import Joined, PublicData, Samples, name_of, of_public
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario, named
 from lightning_fcl.data.targets import (
+    LONG,
     ItemsOf,
     SampleName,
     as_array,
@@ -150,7 +151,7 @@ def _tensor(x: Any) -> Tensor:
             hint="Convert the samples to one shape.",
             argument="x",
         ) from error
-    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
+    if isinstance(values, np.ndarray) and (values.dtype.kind not in "biufc" or values.dtype.char in LONG):
         raise InvalidTypeError(
             f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}.",
             hint="Convert it, for example with `x.astype(np.float32)`.",
@@ -202,7 +203,8 @@ def samples_of(
         return _join_clients(data, classes, seed, left_open, collate_fn, y)
     if isinstance(data, L.LightningDataModule) or _names_splits(data, "`data`"):
         parts = _parts_in(data, "for `data`", seed)
-        return _of_parts({"": parts}, classes, (), None if y is None else {"": targets_in(y, parts, "`data`")})
+        own = None if y is None else {"": targets_in(y, parts, "`data`")}
+        return check_seen(_of_parts({"": parts}, classes, (), own))
     if not isinstance(data, str | PublicData | Arrays | Samples):
         return of_anything(data_set(data, "for `data`"), y, classes=classes)
     if y is not None:
@@ -216,6 +218,21 @@ def samples_of(
             argument="classes",
         )
     return data if isinstance(data, Samples) else of_public(data)
+
+
+def samples_in(
+    module: L.LightningDataModule, wanted: Sequence[str], seed: int, classes: Sequence[str] | None = None
+) -> Samples:
+    """Return the samples of some parts of a data module, which `samples_of` returns with those of all parts.
+
+    Args:
+        module: The data module.
+        wanted: Names of the parts. The data module must have the first one.
+        seed: Seed of what the data module draws.
+        classes: Names of the classes.
+    """
+    parts = take_apart(module, seed, wanted[0])
+    return _of_parts({"": {part: own for part, own in parts.items() if part in wanted}}, classes, ())
 
 
 def names_clients(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
@@ -239,7 +256,7 @@ def _join_clients(
     check_sizes(parts)
     loading = next((loading for own in parts.values() for _, loading in own.values()), None)
     check_shapes(parts, collate_fn or (loading.collate_fn if loading else default_collate))
-    samples = _of_parts(parts, classes, left_open, None if y is None else targets_of_clients(y, parts))
+    samples = check_seen(_of_parts(parts, classes, left_open, None if y is None else targets_of_clients(y, parts)))
     numbers = all(isinstance(client, int) for client in parts)
     names = [client if numbers else str(client) for client in parts]
     sizes = [len(Joined(part for part, _ in own.values())) for own in parts.values()]
@@ -293,12 +310,14 @@ def _of_parts(
     whole = of_anything(everything, given, classes=classes, collate_fn=collate_fn, sample_name=sample_name)
     of = np.repeat([part for part, _ in pieces], [len(data) for _, data in pieces])  # type: ignore[arg-type]
     validation, test = (of == part if (of == part).any() else None for part in ("validation", "test"))
-    samples = replace(whole, validation=validation, test=test, loaders=loaders, divided=True)
-    return all_seen(samples, of == "train")
+    return replace(whole, validation=validation, test=test, loaders=loaders, divided=True)
 
 
-def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
-    """The samples, none of whose own test and validation sets has a class that nobody learns."""
+def check_seen(samples: Samples) -> Samples:
+    """Return the samples. Raise ValueError if a class of the data's own test or validation set is never trained on."""
+    train = np.ones(len(samples), dtype=np.bool_)
+    for part in (samples.validation, samples.test):
+        train &= True if part is None else ~part
     seen = set(samples.labels[train].tolist())
     unseen = sorted(set(samples.labels[~train].tolist()) - seen)
     if unseen:

@@ -22,7 +22,7 @@ from lightning_fcl.data.datasets.arrays import Measurement, check_scale
 from lightning_fcl.data.generators import Generators
 from lightning_fcl.data.origins import origins_of
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.data.targets import Numbered, check_targets
+from lightning_fcl.data.targets import Numbered, check_names, check_targets
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.randomness import seed_of
 
@@ -75,8 +75,9 @@ class Samples:
     unmapped: Samples | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if targets are not finite, or mean and standard deviation cannot normalize samples."""
+        """Raise ValueError if targets, names of classes, or mean and standard deviation are invalid."""
         check_targets(self.targets)
+        check_names(self.classes)
         if self.scale is not None and isinstance(self.x, Tensor):
             mean, std = (part.numpy() for part in self.scale)
             check_scale(mean, std, tuple(self.x.shape[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 _FETCHED = 64  # items that are read at once, if a dataset can do so
 _COMPARED = 100  # items whose targets are compared with what a data set tells of them, beside one of each label
 
+LONG = "gG"
+"""Character codes of NumPy's types of extended precision, which torch does not have."""
+
 SampleName = Callable[[int], str]
 """Returns the name of a sample for messages."""
 
@@ -36,6 +40,13 @@ def number_targets(
 ) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return targets as an array, and the names of their classes: none if the targets are not labels."""
     given = as_array(y)
+    if given.dtype.char in LONG:
+        raise InvalidTypeError(
+            f"Expected `y` to be labels or numbers of at most 64 bits, but got {given.dtype}.",
+            hint="Convert it, for example with `y.astype(np.float32)`.",
+            argument="y",
+            value=given.dtype,
+        )
     check_targets(given, sample_name)
     if given.shape[1:] == (1,) and classes != () and (classes or given.dtype.kind != "f"):
         raise InvalidValueError(
@@ -62,6 +73,31 @@ def number_targets(
             value=given.dtype,
         )
     return given.astype(np.float32) if given.dtype == np.float16 else given, ()
+
+
+def check_names(names: Sequence[str], what: str = "classes") -> None:
+    """Raise ValueError if a name comes twice, or cannot be encoded as UTF-8.
+
+    Args:
+        names: The names.
+        what: Name of the argument that has the names.
+    """
+    twice = next((name for name, number in Counter(names).items() if number > 1), None)
+    if twice is not None:
+        raise InvalidValueError(
+            f"Expected `{what}` to be different names but got {twice!r} more than once.",
+            hint="Rename or remove the others.",
+            argument=what,
+        )
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidValueError(
+                f"Expected `{what}` to be names in Unicode but got {name!a}, which UTF-8 cannot encode.",
+                hint="Rename it.",
+                argument=what,
+            ) from error
 
 
 def check_targets(targets: NDArray[Any], sample_name: SampleName = default_name) -> None:

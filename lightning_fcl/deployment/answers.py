@@ -43,7 +43,8 @@ BOUND = ("federation", "round", "message")
 _EXPLAINED = {
     "other-version": "The node and the server run different versions of lightning-fcl. Install one version everywhere.",
     "other-recipe": "The node and the server have different recipes. Deploy the same recipe on all machines.",
-    "other-model": "The state that the server sends does not fit the model of the node. Deploy the same recipe on all machines.",
+    "other-model": "The state that the server sends does not fit the model of the node. Deploy the same recipe on all "
+    "machines.",
     "unnamed-client": "The node config does not name the client. Start the node with --node-config 'client=\"a\" ...'.",
     OTHER_ROUND: "The state of the client is of a later round than the server. Restore the server's newest checkpoint.",
     LOST_STATE: "The node has lost what the server sends once. The server sends it again.",

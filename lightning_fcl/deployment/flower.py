@@ -14,7 +14,7 @@ from lightning_fcl import __version__
 from lightning_fcl.deployment.messages import BYTES, FOR, GridLink, Parcel, RefusedError, opened, record_of, refusal_of
 from lightning_fcl.deployment.node import Node, log_error
 from lightning_fcl.deployment.outline import build, fingerprint, read_recipe
-from lightning_fcl.deployment.own_data import split_file
+from lightning_fcl.deployment.own_data import DataSource, split_file
 from lightning_fcl.errors import require
 from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.io.reading import read_text
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 RECIPE = "recipe.yaml"
 """The recipe beside an app's files."""
+
+_INIT = "init_args."
+"""The beginning of the names of a data module's arguments in a configuration."""
 
 _SIDES = {
     "client": "What a node runs: the recipe beside this file, on the data that its node config names.",
@@ -67,8 +70,9 @@ def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str
 def client_app(folder: Path) -> ClientApp:
     """The app of a node.
 
-    Its node config names the ``client``, where its ``data`` are, and perhaps the folder of its ``memories``. In
-    Flower's simulation, whose nodes have none, the run's configuration names the ``clients`` and their ``data-folder``.
+    Its node config has the ``client``, the place of its ``data``, and optionally the ``target`` and ``features`` of a
+    table, the arguments of a data module as ``init_args.NAME``, and the folder of its ``memories``. In Flower's
+    simulation, whose nodes have no node config, the run's configuration has the ``clients`` and their ``data-folder``.
     """
     app: ClientApp = require("flwr.clientapp", *FOR).ClientApp()
     sys.path.append(str(folder))  # classes of the recipe that lie beside it
@@ -89,8 +93,8 @@ def client_app(folder: Path) -> ClientApp:
     return app
 
 
-def _read_node_config(context: Context) -> tuple[str, str, str | None]:
-    """The client, its data and where it keeps its memories."""
+def _read_node_config(context: Context) -> tuple[str, DataSource, str | None]:
+    """Return the client, its data and the folder of its memories."""
     node, run = context.node_config, context.run_config
     names, number = _names(run.get("clients", "")), node.get("partition-id")
     client = str(node.get("client", ""))
@@ -105,7 +109,15 @@ def _read_node_config(context: Context) -> tuple[str, str, str | None]:
         )
     data = node.get("data") or split_file(Path(str(run.get("data-folder", ""))), client)
     memories = node.get("memories") or run.get("memories") or None
-    return client, str(data), None if memories is None else str(memories)
+    return client, _source(str(data), node, run), None if memories is None else str(memories)
+
+
+def _source(data: str, *configs: Mapping[str, Any]) -> DataSource:
+    """Return the source of data whose columns and arguments are in configurations, of which the first ones prevail."""
+    said = {name: value for config in reversed(configs) for name, value in config.items() if value != ""}
+    table: dict[str, Any] = {name: _names(said[name]) for name in ("target", "features") if name in said}
+    init_args = {name.removeprefix(_INIT): value for name, value in said.items() if name.startswith(_INIT)}
+    return DataSource(data, table, init_args)
 
 
 def _names(said: object) -> list[str]:
@@ -124,8 +136,8 @@ def server_app(folder: Path) -> ServerApp:
     """The app of the server.
 
     The run's configuration says what is what: ``out``, the folder of results and checkpoints, from the newest of which
-    it goes on; ``data``, what it tests on, and the names of the ``clients``, if these are not the recipe's; and what
-    `Terms` explains, with hyphens in its names.
+    it goes on; ``data``, what it tests on, with the ``target`` and ``features`` of a table, and the names of the
+    ``clients``, if these are not the recipe's; and what `Terms` explains, with hyphens in its names.
     """
     app: ServerApp = require("flwr.serverapp", *FOR).ServerApp()
     sys.path.append(str(folder))
@@ -139,7 +151,8 @@ def server_app(folder: Path) -> ServerApp:
         said = {name.replace("-", "_"): value for name, value in context.run_config.items()}
         terms = {name: type(value)(said[name]) for name, value in vars(Terms()).items() if name in said}
         log_to_stderr()
-        out, data = Path(str(said.get("out", "runs/deployed"))), str(said.get("data", "")) or None
-        serve(folder / RECIPE, GridLink(grid), out, Terms(**terms), data, _names(said.get("clients", "")))
+        out, data = Path(str(said.get("out", "runs/deployed"))), str(said.get("data", ""))
+        source = _source(data, context.run_config) if data else None
+        serve(folder / RECIPE, GridLink(grid), out, Terms(**terms), source, _names(said.get("clients", "")))
 
     return app

@@ -46,8 +46,8 @@ from lightning_fcl.deployment.messages import (
     digest,
     refusal_of,
 )
-from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint
-from lightning_fcl.deployment.own_data import count_samples, read_data, take_data
+from lightning_fcl.deployment.outline import NodeParts, Outline, build, fingerprint, make_stream
+from lightning_fcl.deployment.own_data import DataSource, count_samples, read_data, take_data
 from lightning_fcl.errors import DamagedFileError, InvalidStateError, LightningFCLError, quoted, require
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore, trained_rounds
@@ -70,10 +70,12 @@ RECEIVED = "received"
 class Node:
     """Answers a server's messages: it trains one client on this machine's own data."""
 
-    def __init__(self, recipe: Mapping[str, Any], client: str, data: str, folder: str | Path | None = None) -> None:
+    def __init__(
+        self, recipe: Mapping[str, Any], client: str, data: str | DataSource, folder: str | Path | None = None
+    ) -> None:
         self.client = client
         self._recipe = recipe
-        self._data = data
+        self._data = (data if isinstance(data, DataSource) else DataSource(data)).of_recipe(recipe)
         self._folder = Path(folder) if folder is not None else cache_folder() / "nodes"
         self._print = fingerprint(recipe)
 
@@ -97,8 +99,9 @@ class Node:
 
     def _hello(self, parcel: Parcel) -> Parcel:
         own = self._federation_folder(parcel.head)
+        seed = make_stream(self._recipe).seed
         with about_data():
-            samples = count_samples(self._data, own / "data.json")
+            samples = count_samples(self._data, own / "data.json", seed)
         names = parcel.head.get("held", [])  # of entries that never travel, of which it tells a digest
         state = entries(build(self._recipe).module) if names else {}
         return Parcel({"samples": samples, "held": digest({name: state[name] for name in names})})
@@ -108,7 +111,7 @@ class Node:
         if outline.client != self.client:
             raise RefusedError(f"Expected a message for client {self.client} but got one for {outline.client}.")
         with about_data():
-            take_data(parts.stream, read_data(self._data), outline)
+            take_data(parts.stream, read_data(self._data, parts.stream.seed), outline)
         if self.client not in parts.stream.plan.train[int(head["round"])]:
             return Parcel({"samples": 0})
         own = self._federation_folder(head)

@@ -18,10 +18,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.data.samples import Samples
-from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Plan, Pool
+from lightning_fcl.data.scenarios import (
+    EMPTY,
+    ClassIncremental,
+    DomainIncremental,
+    IntArray,
+    Plan,
+    Pool,
+    Scenario,
+    Stationary,
+)
 from lightning_fcl.data.scenarios.scenario import History, with_history
 from lightning_fcl.data.split import check_classes
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.tables import Table
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.io.safe_yaml import read_yaml, resolve_maker
@@ -111,10 +121,21 @@ class ClientPlan(Plan):
         return self.outline.common_tasks
 
 
+Dealt = ClassIncremental | DomainIncremental
+"""The scenarios in which classes or domains decide the samples of a round."""
+
+
+def dealt_by(scenario: Scenario) -> Dealt | None:
+    """Return the scenario of classes or domains that gives clients the same samples. None if there is none."""
+    if isinstance(scenario, Stationary):
+        return scenario.as_incremental
+    return scenario if isinstance(scenario, Dealt) else None
+
+
 def outline_of(stream: FederatedStream, client: str) -> Outline:
-    plan, scenario = stream.plan, stream.scenario
-    dealt = isinstance(scenario, ClassIncremental | DomainIncremental)
-    per_round = scenario.samples_per_round if isinstance(scenario, ClassIncremental | DomainIncremental) else None
+    """Return what a client is told of a stream."""
+    plan, scenario = stream.plan, dealt_by(stream.scenario)
+    per_round = None if scenario is None else scenario.samples_per_round
     both = [plan.classes(round) for round in range(plan.rounds)]
     domains = stream.samples.group
     names = stream.samples.classes
@@ -133,7 +154,7 @@ def outline_of(stream: FederatedStream, client: str) -> Outline:
         tuple(old for _, old in both),
         plan.history,
         per_round,
-        dealt,
+        scenario is not None,
         tuple(plan.present(round) for round in range(plan.rounds)),
         plan.in_step,
     )
@@ -192,7 +213,7 @@ def _rows(outline: Outline, groups: IntArray, round: int, seed: int) -> IntArray
 
 
 def server_plan(
-    scenario: ClassIncremental | DomainIncremental,
+    scenario: Dealt,
     samples: Samples,
     part: NDArray[Any] | None,
     clients: Sequence[str],
@@ -245,18 +266,33 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def fingerprint(recipe: Mapping[str, Any]) -> str:
     """A short name of what nodes do with a recipe: another one has another name."""
     trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
-    data = {name: recipe["data"].get(name) for name in _ELSEWHERE}
+    data = {name: recipe["data"].get(name) for name in (*_ELSEWHERE, "classes")}
+    data |= {"table": table_in(recipe["data"].get("data"))}
     of = {name: value for name, value in recipe.items() if name not in (*_SERVER, "trainer")}
     text = json.dumps({**of, "trainer": trainer, "data": data}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def build(recipe: Mapping[str, Any]) -> NodeParts:
-    """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it."""
-    seed, trainer = recipe["seed_everything"], recipe["trainer"]
+def table_in(data: Any) -> dict[str, Any]:
+    """Return the arguments of the first `Table` in the data of a recipe, without its path. Empty if there is none."""
+    if isinstance(data, Mapping) and "class_path" in data:
+        is_table = data["class_path"] == f"{Table.__module__}.{Table.__name__}"
+        return {n: v for n, v in data.get("init_args", {}).items() if n != "path"} if is_table else {}
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, list) else ()
+    return next(filter(None, map(table_in, parts)), {})
+
+
+def make_stream(recipe: Mapping[str, Any]) -> FederatedStream:
+    """Seed all random numbers with the recipe's seed. Return the stream of a node, without data."""
+    seed = recipe["seed_everything"]
     L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
     own = {name: value for name in _ELSEWHERE if (value := recipe["data"].get(name)) is not None}
-    stream = FederatedStream(**{**_BATCHES, **own})
+    return FederatedStream(**{**_BATCHES, **own})
+
+
+def build(recipe: Mapping[str, Any]) -> NodeParts:
+    """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it."""
+    stream, trainer = make_stream(recipe), recipe["trainer"]
     module = _made(recipe["model"])
     given = trainer.get("callbacks") or []
     callbacks = [_made(one) for one in (given if isinstance(given, list) else [given])]

@@ -1,12 +1,12 @@
-"""The data of one machine: a file, a folder of images or a DataModule, with labels by the names of their classes."""
+"""The data of one machine: a file, a folder of images or a data module, with labels by the names of the classes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -23,14 +23,22 @@ from lightning_fcl.data.data_module import lend_hooks, refuse_hooks
 from lightning_fcl.data.datasets.arrays import check_scale
 from lightning_fcl.data.datasets.files import ANY, check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
-from lightning_fcl.data.own import samples_of
+from lightning_fcl.data.own import of_anything, samples_in
 from lightning_fcl.data.samples import Samples, name_of
-from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray
+from lightning_fcl.data.scenarios import EMPTY, IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.data.targets import numbers_of
+from lightning_fcl.data.tables import SUFFIXES, Table
+from lightning_fcl.data.targets import check_names, numbers_of
 from lightning_fcl.deployment.messages import RefusedError
-from lightning_fcl.deployment.outline import Outline, client_plan, server_plan
-from lightning_fcl.errors import InvalidValueError, LightningFCLError, MissingValueError, require
+from lightning_fcl.deployment.outline import Outline, client_plan, dealt_by, server_plan, table_in
+from lightning_fcl.errors import (
+    InvalidValueError,
+    LightningFCLError,
+    MissingValueError,
+    UnknownNameError,
+    did_you_mean,
+    require,
+)
 from lightning_fcl.io.atomic import replacing, write_whole
 from lightning_fcl.io.paths import inside
 from lightning_fcl.io.reading import LIMIT, read_note
@@ -46,7 +54,37 @@ _WANTED: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "rounds": ("biu", ("n", "rounds")),
     "part": ("U", ("n",)),
 }
-_MEND = "Write it with `numpy.savez(path, x=..., y=...)`, or `lightning-fcl deploy split`."
+_MEND = (
+    "Write it with `numpy.savez(path, x=x.astype(numpy.float32), y=labels.astype(str))`, or with "
+    "`lightning-fcl deploy split`."
+)
+_PARTS = ("test", "validation")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The place of a machine's data, and how they are read.
+
+    Args:
+        where: An ``.npz`` file with ``x``, shape (n, ...), and ``y``, shape (n,), names of classes or numbers that are
+            not classes. Optional arrays are ``group``, the names of domains, ``classes``, all names in their order,
+            ``mean`` and ``std`` of uint8 images, and ``rounds`` and ``part`` as in `OwnData`. Or a CSV or parquet file,
+            a folder with a folder of images for each class, or a LightningDataModule, as in ``"my_data:Sensors"``.
+        table: Arguments of `Table` for a CSV or parquet file, without its path.
+        init_args: Arguments of the data module.
+        classes: Names of the classes of a table or a data module, as in `FederatedStream`.
+    """
+
+    where: str
+    table: Mapping[str, Any] = field(default_factory=dict)
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+
+    def of_recipe(self, recipe: Mapping[str, Any]) -> DataSource:
+        """Return this source with the recipe's names of classes, and its columns where this source names none."""
+        classes = recipe["data"].get("classes")
+        table = {**table_in(recipe["data"].get("data")), **self.table}
+        return replace(self, table=table, classes=None if classes is None else tuple(classes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +92,11 @@ class OwnData:
     """The data of one machine.
 
     Args:
-        rounds: Whether each sample is of each round, shape (n, rounds); None: their classes or domains say so.
-        part: What each sample is for, ``"test"`` or ``"validation"``, shape (n,), on a server; None: ``"test"``.
+        samples: On a node the training samples. On a server also the samples of other parts.
+        rounds: Whether each sample is of each round, shape (n, rounds). Default: classes or domains decide.
+        part: Use of each sample on a server, shape (n,). The server uses ``"test"`` and ``"validation"``. Default:
+            all samples are test samples.
+        module: The data module that has the samples.
     """
 
     samples: Samples
@@ -64,26 +105,29 @@ class OwnData:
     module: L.LightningDataModule | None = None
 
     def lend_hooks(self, stream: FederatedStream) -> None:
+        """Let a stream transfer batches by the hooks of the data module."""
         if self.module is not None:
             stream.data = self.module
             lend_hooks([self.module], stream, prepared=True)
 
 
-def read_data(where: str | Path) -> OwnData:
-    """The data of one machine.
+def read_data(source: DataSource | str | Path, seed: int = 0, for_server: bool = False) -> OwnData:
+    """Read the data of one machine.
 
     Args:
-        where: An ``.npz`` file with ``x``, shape (n, ...), and ``y``, shape (n,), names of classes, or numbers that are
-            none; and perhaps ``group``, the names of domains, ``classes``, all names in their order, ``mean`` and
-            ``std`` of uint8 images, ``rounds`` and ``part``, as `OwnData` has them. Or a folder with a folder of images
-            for each class. Or a LightningDataModule, as in ``"my_data:Sensors"``.
+        source: The place of the data.
+        seed: Seed of what a data module draws.
+        for_server: Whether a server tests on the data. A node trains on the data, which are the training samples alone.
     """
-    path = Path(where)
+    source = source if isinstance(source, DataSource) else DataSource(str(source))
+    path = Path(source.where)
     try:
         if path.suffix == ".npz":
             if not path.is_file():
                 raise FileNotFoundError(f"there is no file {path.resolve()}")
-            return _read_file(path)
+            return _read_npz(path, for_server)
+        if path.suffix in SUFFIXES:
+            return OwnData(_read_table(source))
         if path.is_dir():
             torchvision = require("torchvision", "reads folders of images")
             found = torchvision.datasets.ImageFolder(
@@ -93,54 +137,89 @@ def read_data(where: str | Path) -> OwnData:
             )
             x, y = joined([[image[None], torch.tensor([label])] for image, label in found])
             return OwnData(Samples(x, y.numpy(), tuple(found.classes)))
-        if ":" in str(where):
-            made = resolve_name(str(where))
+        if ":" in source.where:
+            made = resolve_name(source.where)
             if isinstance(made, type) and issubclass(made, L.LightningDataModule):
-                module = made()
-                module.prepare_data()
-                return OwnData(samples_of(module), module=module)
-        raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {where}")
-    except (OSError, ValueError, ImportError, AttributeError) as error:
+                return _read_module(made(**source.init_args), source, seed, for_server)
+        raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {source.where}")
+    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
         if isinstance(error, LightningFCLError):
             raise RefusedError(
-                f"Expected usable data of this node at {where}. {error}", argument=error.argument, value=error.value
+                f"Expected usable data at {source.where}. {error}",
+                argument=error.argument or "data",
+                value=error.value,
             ) from error
         raise RefusedError(
-            f"Expected the data of this node at {where} but {one_line(error)}.",
-            hint="Name an .npz file, a folder of images, or a DataModule, in its node config: "
-            '--node-config \'client="a" data="a.npz"\'.',
+            f"Expected data at {source.where} but {one_line(error)}.",
+            hint="Name a file, a folder of images, or a DataModule with its arguments: "
+            '--node-config \'client="a" data="a.npz"\', or data="my_data:Sensors" init_args.folder="/data".',
+            argument="data",
         ) from error
 
 
-def count_samples(where: str, note: Path) -> int:
-    """How many samples a machine has; a note is kept of files that could be read, until they change."""
-    path = Path(where)
+def count_samples(source: DataSource | str, note: Path, seed: int = 0) -> int:
+    """Return the number of a machine's training samples. A note is kept of files that could be read until they change.
+
+    Args:
+        source: The place of the data.
+        note: File of the note.
+        seed: Seed of what a data module draws.
+    """
+    source = source if isinstance(source, DataSource) else DataSource(source)
+    path = Path(source.where)
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    stamp = hashlib.sha256(repr((__version__, os.environ.get(LIMIT), seen)).encode()).hexdigest()
+    stamp = hashlib.sha256(repr((__version__, os.environ.get(LIMIT), source, seen)).encode()).hexdigest()
     noted = read_note(note)
     if not files or noted.get("stamp") != stamp or not isinstance(noted.get("samples"), int):
-        noted = {"stamp": stamp, "samples": len(read_data(where).samples)}
+        noted = {"stamp": stamp, "samples": len(read_data(source, seed).samples)}
         write_whole(note, json.dumps(noted))
     return int(noted["samples"])
 
 
-def _read_file(path: Path) -> OwnData:
-    read = read_arrays(path, _WANTED)
+def _read_module(module: L.LightningDataModule, source: DataSource, seed: int, for_server: bool) -> OwnData:
+    """Read the training samples of a data module. A server needs its test samples, and the classes of all samples."""
+    module.prepare_data()
+    wanted = ("test", "validation", "train") if for_server else ("train",)
+    samples = samples_in(module, wanted, seed, source.classes)
+    part = np.full(len(samples), "train", dtype="U10")
+    for name, rows in (("validation", samples.validation), ("test", samples.test)):
+        if rows is not None:
+            part[rows] = name
+    return OwnData(samples, part=part, module=module)
+
+
+def _read_table(source: DataSource) -> Samples:
+    missing = [name for name in ("target", "features") if not source.table.get(name)]
+    if missing:
+        raise MissingValueError(
+            f"Expected {' and '.join(f'`{name}`' for name in missing)}, the names of columns, but got none.",
+            hint=f'Name them beside `data`, as in data="{source.where}" target="label" features="a,b,c".',
+            argument=missing[0],
+        )
+    table = Table(source.where, **source.table)
+    return of_anything(table.x, table.targets, classes=source.classes)
+
+
+def _read_npz(path: Path, for_server: bool) -> OwnData:
+    read = read_arrays(path, _WANTED, _MEND)
     if "x" not in read or "y" not in read:
         raise ValueError(f"it holds {', '.join(read) or 'nothing'}, not `x` and `y`. {_MEND}")
     check_arrays(path, read, {name: _WANTED[name] for name in read}, _MEND)
-    x, y = torch.from_numpy(np.ascontiguousarray(read["x"])), read["y"]
+    x, y = torch.from_numpy(np.ascontiguousarray(read["x"], read["x"].dtype.newbyteorder("="))), read["y"]
     if not len(x):
         raise ValueError(f"it holds 0 samples. {_MEND}")
     if x.is_floating_point() and not torch.isfinite(x).all():
-        raise ValueError("`x` holds numbers that are not finite. Mend or drop these samples")
+        raise ValueError("`x` holds numbers that are not finite. Correct or drop these samples")
+    _check_part(path, read.get("part"), for_server)
     classes = tuple(map(str, read["classes"])) if "classes" in read else ()
     if y.dtype.kind == "U":
         classes = classes or tuple(np.unique(y).tolist())
         y = numbers_of(y, classes, "the labels of its data")
     elif y.dtype.kind in "biu" and y.ndim == 1:
         raise ValueError("`y` holds numbers, which may be others elsewhere: write the names of classes, as text")
+    if "group" in read:
+        check_names(np.unique(read["group"]).astype(str).tolist(), "group")
     scale = None
     if "mean" in read or "std" in read:
         mean, std = (read[name].astype(np.float32) if name in read else None for name in ("mean", "std"))
@@ -151,14 +230,36 @@ def _read_file(path: Path) -> OwnData:
     return OwnData(samples, rounds, read.get("part"))
 
 
+def _check_part(path: Path, part: NDArray[Any] | None, for_server: bool) -> None:
+    """Raise ValueError if ``part`` has another word than the server uses, or if a node has it."""
+    if part is None:
+        return
+    if not for_server:
+        raise InvalidValueError(
+            f"Expected data to train on but {path} has `part`, which the test data of a server have.",
+            hint="Name the file of this client.",
+            argument="data",
+        )
+    for row in np.flatnonzero(~np.isin(part, _PARTS))[:1]:
+        raise UnknownNameError(
+            f'Expected `part` of {path} to be "test" or "validation" for each sample but got "{part[row]}" for sample '
+            f"{row}.",
+            hint=did_you_mean(part[row], _PARTS) or "Remove the samples that are not for tests.",
+            argument="part",
+            value=str(part[row]),
+        )
+
+
 def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
     """Let a stream be that of a node: its own samples, and the rounds that the server has told."""
     samples, whose = data.samples, f"client {outline.client}"
     targets: IntArray = samples.targets
     if bool(samples.classes) != bool(outline.classes):
+        wanted, found = ("classes", "numbers") if outline.classes else ("numbers", "classes")
         raise RefusedError(
-            f"Expected targets of {whose} that are {'classes' if outline.classes else 'numbers'}, as the server's are, "
-            "but got others."
+            f"Expected targets of {whose} that are {wanted}, as those of the server are, but got {found}.",
+            hint="Write `classes: []` below `data` of the recipe if whole numbers are not classes.",
+            argument="target",
         )
     if samples.classes:
         targets = numbers_of(np.array(samples.classes)[samples.targets], outline.classes, f"the labels of {whose}")
@@ -171,15 +272,23 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
 
 
 def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[str]) -> None:
-    """Let a stream be that of a server, which has samples to test on, and knows the clients' names alone."""
-    scenario, samples = stream.scenario, data.samples
-    if not isinstance(scenario, ClassIncremental | DomainIncremental):
+    """Let a stream be that of a server, which has samples to test on and knows of the clients only their names."""
+    scenario, samples = dealt_by(stream.scenario), data.samples
+    if scenario is None:
         raise InvalidValueError(
-            f"Expected a scenario of classes or domains for a server with data of its own but got {scenario}, which "
-            "deals samples out one by one.",
-            hint="Leave `data` of the server out to test on the recipe's data.",
+            f"Expected `Stationary`, `ClassIncremental` or `DomainIncremental` for a server with `data` but got "
+            f"{stream.scenario}, which deals samples out one by one.",
+            hint="Leave `data` and `clients` out, and give the nodes the files and the names that `lightning-fcl "
+            "deploy split` writes.",
+            argument="data",
         )
     stream.plan = server_plan(scenario, samples, data.part, clients, stream.seed)
+    if not len(stream.plan.test):
+        raise MissingValueError(
+            "Expected `data` of the server to have test samples but got none.",
+            hint='Write "test" as `part` of some samples, or give the data module a `test_dataloader` with samples.',
+            argument="data",
+        )
     data.lend_hooks(stream)
     stream.hold(samples)
 

@@ -25,7 +25,7 @@ from lightning_fcl.deployment.answers import MOST, Limits, upload_of
 from lightning_fcl.deployment.members import Members
 from lightning_fcl.deployment.messages import BYTES, MODEL, OTHER_ROUND, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.deployment.outline import fingerprint, outline_of, read_recipe
-from lightning_fcl.deployment.own_data import read_data, take_server_data
+from lightning_fcl.deployment.own_data import DataSource, read_data, take_server_data
 from lightning_fcl.deployment.resuming import LastCheckpoint, check_no_round_missing
 from lightning_fcl.errors import (
     InvalidStateError,
@@ -305,12 +305,17 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
 
 
 def serve(
-    recipe: Path, link: GridLink, out: Path, terms: Terms, data: str | None = None, clients: Sequence[str] = ()
+    recipe: Path,
+    link: GridLink,
+    out: Path,
+    terms: Terms,
+    data: str | DataSource | None = None,
+    clients: Sequence[str] = (),
 ) -> FederatedCLI:
     """Run a deployment's server to its end, from the newest checkpoint in its folder, if there is one.
 
     Args:
-        data: What it tests on: see `read_data`; None: the recipe's own data, of which clients' samples are not used.
+        data: The data to test on, see `DataSource`. Default: the recipe's data, whose training samples are not used.
 
     Raises:
         InvalidStateError: If too few clients join or answer, if the newest checkpoint lacks rounds of the record, or,
@@ -350,7 +355,8 @@ def serve(
 
         def fit(self, model: L.LightningModule, **arguments: Any) -> None:
             if data is not None:
-                take_server_data(self.datamodule, read_data(data), clients)
+                source = (data if isinstance(data, DataSource) else DataSource(data)).of_recipe(read_recipe(recipe))
+                take_server_data(self.datamodule, read_data(source, self.datamodule.seed, for_server=True), clients)
             super().fit(model, **arguments)
 
     warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train

@@ -89,7 +89,7 @@ def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(t
     for number, scenario in enumerate(scenarios):
         stream = FederatedStream.from_arrays(x, y, owner, group, scenario=scenario, seed=5)
         write_split(stream, tmp_path / str(number))
-        data = read_data(tmp_path / str(number) / "server.npz")
+        data = read_data(tmp_path / str(number) / "server.npz", for_server=True)
         told = server_plan(scenario, data.samples, data.part, stream.plan.clients, 5)
         assert told.tasks == stream.plan.tasks and told.experiences == stream.plan.experiences
         assert np.array_equal(np.sort(told.groups[told.test]), np.sort(stream.plan.groups[stream.plan.test]))

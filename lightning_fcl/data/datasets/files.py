@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
-from zipfile import ZipFile
+from zipfile import ZipFile, ZipInfo
 
 import numpy as np
 from numpy.lib import format as npy
@@ -45,7 +45,11 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = AGAIN) -> dict[s
         ZipFile(packed) as archive,
     ):
         check_members(archive, os.fstat(packed.fileno()).st_size)
-        found = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        found: dict[str, ZipInfo] = {}
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            ensure(name not in found, f"two members of the name {name!r}")
+            found[name] = member
         for member in archive.infolist():  # lest one is overlooked: its name is compared with its other place
             ensure(not member.comment, f"a comment to {member.filename}, which may be other members")
             archive.open(member).close()
@@ -56,7 +60,8 @@ def read_arrays(path: Path, names: Iterable[str], remedy: str = AGAIN) -> dict[s
                 size = math.prod(shape) * dtype.itemsize
                 fits = size + file.tell() == member.file_size and (size or shape[:1] == (0,))  # no bytes fit any number
                 there = f"{dtype} of shape {shape} in the {member.file_size} bytes of {member.filename}"
-                ensure(fits or dtype.hasobject, there)  # NumPy refuses objects by itself
+                ensure(not dtype.hasobject, f"objects in {member.filename}, in place of numbers or text")
+                ensure(fits, there)
                 file.seek(0)
                 arrays[name] = npy.read_array(file, allow_pickle=False)
                 file.read()  # the checksum is compared at the end
@@ -85,7 +90,9 @@ def check_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], wanted: Wanted,
         for size, actual in zip(shape, found, strict=False):
             sizes.setdefault(size, size if isinstance(size, int) else actual)
         problem = ""
-        if found != tuple(sizes.get(size, -1) for size in shape) or dtype.kind not in kinds.replace("pixels", "u"):
+        is_long = dtype.kind == "f" and dtype.itemsize > 8
+        is_kind = dtype.kind in kinds.replace("pixels", "u") and not is_long
+        if found != tuple(sizes.get(size, -1) for size in shape) or not is_kind:
             expected = tuple(sizes.get(size, size) for size in shape)
             problem = f"{_CONTENTS[kinds]} of shape {expected} but got {dtype} of shape {found}"
         elif kinds == "pixels" and (dtype != np.uint8 or not len(arrays[name])):

@@ -169,8 +169,13 @@ class Stationary(Scenario):
 
     rounds: int = argument(1, between, 1, MOST_ROUNDS)
 
+    @property
+    def as_incremental(self) -> ClassIncremental:
+        """The class-incremental scenario that gives each client the same samples in each round."""
+        return ClassIncremental(1, self.rounds)
+
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        return ClassIncremental(1, self.rounds).plan(pool, seed)
+        return self.as_incremental.plan(pool, seed)
 
 
 def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int) -> Groups:

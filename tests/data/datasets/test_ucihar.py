@@ -240,7 +240,7 @@ NPZ_DAMAGES = {
     "X a scalar": ({"X": np.float32(1)}, "to hold floats of shape ('n', 9, 128) but got float32 of shape ()."),
     "y of floats": ({"y": np.zeros(8)}, "to hold integers of shape (8,) but got float64 of shape (8,)."),
     "y out of range": ({"y": np.arange(8)}, "but got: Expected `y` to be between 0 and 5"),
-    "pickles": ({"y": np.array([object()] * 8)}, "without pickles but got: Object arrays cannot be loaded"),
+    "pickles": ({"y": np.array([object()] * 8)}, "without pickles but got: objects in y.npy"),
 }
 
 

@@ -1,0 +1,341 @@
+"""Tables: CSV and parquet files with named columns, as datasets."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_fcl.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingValueError,
+    UnknownNameError,
+    check_arguments,
+    did_you_mean,
+    listed,
+    quoted,
+    require,
+)
+from lightning_fcl.io.reading import check_size, reading
+
+SUFFIXES = (".csv", ".parquet")
+"""Ends of the names of files that `Table` reads."""
+
+_INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
+_MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+
+_Where = Callable[[int], str]
+"""Returns the name of a row, by its number from 0, for messages. Row 1 is the header."""
+
+
+class Table(Dataset[tuple[Tensor, Any]]):
+    """A dataset of a CSV or parquet file with named columns.
+
+    Every row is a sample. A target column of text or of integers has labels. A target column of decimal numbers has
+    numbers. The file is read when the samples are needed.
+
+    Args:
+        path: The file. A CSV file is UTF-8 text with a header, commas between columns and decimal points.
+        target: Name of the target column. Several names: columns of numbers.
+        features: Names of the feature columns, in the order in which the module takes them.
+        mean: Mean of the features, a number or one for each feature, which is subtracted. Default: features stay as
+            they are.
+        std: Standard deviation of the features, by which the difference is divided.
+
+    Attributes:
+        x: Features, shape (n, features), single precision.
+        targets: Target of each sample, shape (n,) or (n, targets).
+
+    Raises:
+        ValueError: If an argument is invalid. When the file is read: if a column is missing or not unique, or if a cell
+            has no valid value.
+
+    Example:
+        >>> import os
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "site.csv"
+        ...     _ = path.write_text(os.linesep.join(["speed,label,load", "1.5,walk,2", "0.5,sit,4"]))
+        ...     table = Table(path, target="label", features=["load", "speed"])
+        ...     table.x.tolist(), table.targets.tolist()
+        ([[2.0, 1.5], [4.0, 0.5]], ['walk', 'sit'])
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        path: str | Path,
+        target: str | Sequence[str],
+        features: Sequence[str],
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.target = (target,) if isinstance(target, str) else tuple(target)
+        self.features = tuple(features) if not isinstance(features, str) else (features,)
+        if self.path.suffix not in SUFFIXES:
+            raise InvalidValueError(
+                f"Expected `path` to end in {' or '.join(SUFFIXES)} but got {path}.",
+                hint="Save the table as a CSV file.",
+                argument="path",
+                value=str(path),
+            )
+        for name, given in (("target", self.target), ("features", self.features)):
+            if not given or "" in given or len({*given}) < len(given):
+                raise InvalidValueError(
+                    f"Expected `{name}` to have different names of columns but got {list(given)}.",
+                    hint="Name each column once.",
+                    argument=name,
+                    value=given,
+                )
+        if both := [name for name in self.features if name in self.target]:
+            raise InvalidValueError(
+                f"Expected `features` without the target but got {quoted(both)}.",
+                hint=f"Remove {quoted(both)} from `features`.",
+                argument="features",
+                value=both,
+            )
+        self.mean, self.std = self._scale("mean", mean, 0.0), self._scale("std", std, 1.0)
+
+    def _scale(self, name: str, given: float | Sequence[float] | None, default: float) -> NDArray[np.float64]:
+        values = np.asarray(default if given is None else given, dtype=np.float64)
+        if (
+            values.shape not in ((), (len(self.features),))
+            or not np.isfinite(values).all()
+            or (name == "std" and not (values > 0).all())
+        ):
+            above = ", above 0" if name == "std" else ""
+            raise InvalidValueError(
+                f"Expected `{name}` to be a finite number, or one for each of {len(self.features)} features{above}, "
+                f"but got {given}.",
+                hint=f"Pass `{name}={[default] * len(self.features)}` to leave the features as they are.",
+                argument=name,
+                value=given,
+            )
+        return values
+
+    @property
+    def x(self) -> Tensor:
+        """Features, shape (n, features), in single precision."""
+        return self._content[0]
+
+    @property
+    def targets(self) -> NDArray[Any]:
+        """Target of each sample: text or integers for labels, otherwise numbers in single precision."""
+        return self._content[1]
+
+    @cached_property
+    def _content(self) -> tuple[Tensor, NDArray[Any]]:
+        read = _read_csv if self.path.suffix == ".csv" else _read_parquet
+        values, targets = read(self.path, self.features, self.target)
+        return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32)), targets
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        target = self.targets[index]
+        return self.x[index], torch.tensor(target) if self.targets.dtype.kind == "f" else target
+
+
+def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tuple[NDArray[np.float64], NDArray[Any]]:
+    """Return the features of a CSV file, shape (n, features), and its targets."""
+    rows = _csv_rows(path)
+    header = [name.strip() for name in next(rows, (0, []))[1]]
+    places = _places(path, header, [*features, *target])
+    values, lines = array("d"), array("q")
+    cells: list[list[str]] = [[] for _ in target]
+
+    def where(row: int) -> str:
+        return f"row {row + 2} (line {lines[row]})"
+
+    for number, (line, row) in enumerate(rows):
+        lines.append(line)
+        if len(row) != len(header):
+            raise InvalidValueError(
+                f"Expected {len(header)} cells in each row of {path}, as in its header, but got {len(row)} in "
+                f"{where(number)}.",
+                hint="Write decimal numbers with a point, and put text that has commas in quotation marks.",
+                argument="data",
+            )
+        for name, place in zip(features, places, strict=False):
+            values.append(_number(row[place], path, name, number, where))
+        for column, place in zip(cells, places[len(features) :], strict=True):
+            column.append(row[place].strip())
+    _check_rows(path, len(lines))
+    whole = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(features))
+    if len(target) == 1:
+        return whole, _joined([_targets(target[0], cells[0], path, where)])
+    named = zip(target, cells, strict=True)
+    return whole, _joined([_numbers(name, column, path, where) for name, column in named])
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV file that are not empty, each with the number of its last line."""
+    hint = "Save it as CSV in UTF-8."
+    with reading(path, "to be a CSV file in UTF-8", hint), path.open(encoding="utf-8-sig", newline="") as file:
+        size = path.stat().st_size
+        check_size(8 * size, size)
+        reader = csv.reader(file, skipinitialspace=True, strict=True)
+        yield from ((reader.line_num, row) for row in reader if row)
+
+
+def _read_parquet(
+    path: Path, features: Sequence[str], target: Sequence[str]
+) -> tuple[NDArray[np.float64], NDArray[Any]]:
+    """Return the features of a parquet file, shape (n, features), and its targets."""
+    arrow, parquet = (require(f"pyarrow{name}", "reads parquet files", "tables") for name in ("", ".parquet"))
+    what, hint = "to be a parquet file", "Write it again."
+    with reading(path, what, hint):
+        file = parquet.ParquetFile(path)
+        groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
+        check_size(sum(group.total_byte_size for group in groups), path.stat().st_size)
+        header = list(file.schema_arrow.names)
+    _places(path, header, [*features, *target])
+    with reading(path, what, hint):
+        table = file.read(columns=[*features, *target])
+    _check_rows(path, len(table))
+
+    def where(row: int) -> str:
+        return f"row {row + 2}"
+
+    def column(name: str) -> NDArray[Any]:
+        found = table.column(name)
+        if found.null_count:
+            raise _missing(path, name, where(found.is_null().to_pylist().index(True)))
+        kind, kinds = found.type, arrow.types
+        if kinds.is_dictionary(kind):
+            kind = kind.value_type
+        if kinds.is_string(kind) or kinds.is_large_string(kind):
+            return np.array([cell.strip() for cell in found.to_pylist()], dtype=np.str_)
+        if kinds.is_integer(kind) or kinds.is_boolean(kind):
+            return np.asarray(found.cast(arrow.int64(), safe=False).to_numpy())
+        if not (kinds.is_floating(kind) or kinds.is_decimal(kind)):
+            raise InvalidTypeError(
+                f"Expected numbers or text in column `{name}` of {path} but got {kind}.",
+                hint="Convert the column to numbers or text.",
+                argument="data",
+                value=str(kind),
+            )
+        values = np.asarray(found.cast(arrow.float64(), safe=False).to_numpy())
+        if len(wrong := np.flatnonzero(~np.isfinite(values))):
+            raise _missing(path, name, where(int(wrong[0])))
+        return values
+
+    def numbers(name: str) -> NDArray[np.float64]:
+        values = column(name)
+        if values.dtype.kind == "U":
+            values = _numbers(name, values.tolist(), path, where)
+        return values.astype(np.float64)
+
+    def labels(name: str) -> NDArray[Any]:
+        values = column(name)
+        if values.dtype.kind == "U" and (values == "").any():
+            raise _missing(path, name, where(int((values == "").argmax())))
+        # A CSV file has the text True and False.
+        return values.astype(bool).astype(np.str_) if arrow.types.is_boolean(table.column(name).type) else values
+
+    return np.stack([numbers(name) for name in features], axis=1), _joined(
+        [labels(name) if len(target) == 1 else numbers(name) for name in target]
+    )
+
+
+def _places(path: Path, header: Sequence[str], wanted: Sequence[str]) -> list[int]:
+    """Return the position of each wanted column."""
+    for name in wanted:
+        found = [number for number, one in enumerate(header, start=1) if one == name]
+        if not found:
+            separators = [one for one in (";", "\t") if len(header) == 1 and one in header[0]]
+            raise UnknownNameError(
+                f"Expected a column `{name}` in {path} but got the columns {listed(header) or 'of an empty file'}.",
+                hint="Separate the columns by commas."
+                if separators
+                else did_you_mean(name, header) or "Name a column of the file.",
+                argument="target" if name == wanted[-1] else "features",
+                value=name,
+            )
+        if len(found) > 1:
+            raise InvalidValueError(
+                f"Expected one column `{name}` in {path} but got {len(found)}: in row 1, columns {listed(found)}.",
+                hint="Rename or remove the others.",
+                argument="data",
+                value=name,
+            )
+    return [header.index(name) for name in wanted]
+
+
+def _check_rows(path: Path, rows: int) -> None:
+    if not rows:
+        raise MissingValueError(
+            f"Expected rows below the header of {path} but got none.", hint="Add a row.", argument="data"
+        )
+
+
+def _missing(path: Path, name: str, where: str) -> MissingValueError:
+    return MissingValueError(
+        f"Expected a value in column `{name}` of {path} but got none in {where}.",
+        hint="Fill in the value, or remove the row.",
+        argument="data",
+    )
+
+
+def _number(cell: str, path: Path, name: str, row: int, where: _Where) -> float:
+    """Return the finite number in a cell."""
+    value = _parsed(cell)
+    if value is not None:
+        return value
+    if cell.strip().lower() in _MISSING:
+        raise _missing(path, name, where(row))
+    hint = "Write a number, or name another column."
+    if _DECIMAL_COMMA.fullmatch(cell.strip()):
+        hint = f"Write {cell.strip().replace(',', '.')}, with a decimal point."
+    raise InvalidValueError(
+        f"Expected a finite number in column `{name}` of {path} but got {cell!r} in {where(row)}.",
+        hint=hint,
+        argument="data",
+    )
+
+
+def _parsed(cell: str) -> float | None:
+    """Return the finite number that a cell has; None if it has none."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    # Python accepts underscores between digits, which other programs read as text.
+    return value if math.isfinite(value) and "_" not in cell else None
+
+
+def _targets(name: str, cells: Sequence[str], path: Path, where: _Where) -> NDArray[Any]:
+    """Return the targets in a column of a CSV file: integers, numbers, or text."""
+    if "" in cells:
+        raise _missing(path, name, where(list(cells).index("")))
+    if all(map(_INTEGER.fullmatch, cells)):
+        return np.array(list(map(int, cells)), dtype=np.int64)
+    # Decimal numbers are not labels: another value among them is an error.
+    if any(_parsed(cell) is not None and not _INTEGER.fullmatch(cell) for cell in set(cells)):
+        return _numbers(name, cells, path, where)
+    return np.array(cells, dtype=np.str_)
+
+
+def _numbers(name: str, cells: Sequence[str], path: Path, where: _Where) -> NDArray[np.float64]:
+    return np.array([_number(cell, path, name, row, where) for row, cell in enumerate(cells)])
+
+
+def _joined(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the targets of one column, or of several columns of numbers, shape (n, columns)."""
+    joined = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+    return joined.astype(np.float32) if joined.dtype.kind == "f" else joined

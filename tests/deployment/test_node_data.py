@@ -1,0 +1,392 @@
+"""The samples of nodes and servers are those of the simulation for each kind of data. Invalid files are rejected."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
+from lightning_fcl.data.split import Split
+from lightning_fcl.deployment.flower import _read_node_config, _source
+from lightning_fcl.deployment.messages import RefusedError
+from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.outline import Outline, outline_of
+from lightning_fcl.deployment.own_data import (
+    DataSource,
+    count_samples,
+    read_data,
+    take_data,
+    take_server_data,
+)
+
+from .conftest import over
+from .recipes import classes, strategy
+
+SENSORS = """
+import lightning.pytorch as L
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+
+class Windows(Dataset):
+    '''A map-style dataset, which computes its items.'''
+    def __init__(self, site, samples):
+        self.site, self.samples = site, samples
+    def __len__(self):
+        return self.samples
+    def __getitem__(self, index):
+        return torch.tensor([1000.0 * self.site + index, index % 7]), index % 4
+
+class Sensors(L.LightningDataModule):
+    def __init__(self, site, samples=60):
+        super().__init__()
+        self.site, self.samples = site, samples
+    def setup(self, stage):
+        self.parts = random_split(Windows(self.site, self.samples), [0.6, 0.15, 0.25])
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_size=8, shuffle=True)
+    def val_dataloader(self):
+        return DataLoader(self.parts[1], batch_size=8)
+    def test_dataloader(self):
+        return DataLoader(self.parts[2], batch_size=8)
+
+class Tests(L.LightningDataModule):
+    def test_dataloader(self):
+        return DataLoader(Windows(9, 20), batch_size=8)
+
+class Trains(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Windows(9, 20), batch_size=8)
+"""
+
+
+@pytest.fixture(autouse=True)
+def sensors(tmp_path, monkeypatch):
+    """Data modules of the user's own, beside the recipe."""
+    (tmp_path / "sensors.py").write_text(SENSORS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("sensors", None)
+
+
+LABELS = np.array(["sit", "walk", "run", "fall"])
+COLUMNS = {"target": ["label"], "features": ["a", "b"]}
+
+
+def arrays():
+    """Samples of two clients, of numbers that single precision holds."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(80, 2)).astype(np.float32), LABELS[rng.integers(4, size=80)], np.arange(80) % 2
+
+
+def write_npz(folder, x, y):
+    np.savez(folder / "own.npz", x=x, y=y)
+    return DataSource(str(folder / "own.npz"))
+
+
+def write_csv(folder, x, y, name="own.csv"):
+    rows = [f"{label},{float(b)!r},{float(a)!r}" for (a, b), label in zip(x, y, strict=True)]
+    (folder / name).write_text("\n".join(["label,b,a", *rows]))
+    return DataSource(str(folder / name), COLUMNS)
+
+
+def write_parquet(folder, x, y):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"b": x[:, 1].astype(np.float64), "a": x[:, 0], "label": y.tolist()})
+    parquet.write_table(table, folder / "own.parquet")
+    return DataSource(str(folder / "own.parquet"), COLUMNS)
+
+
+FILES = {"npz": write_npz, "csv": write_csv, "parquet": write_parquet}
+
+
+def node_of(stream, client, source):
+    """The stream of a node, which gets what the server sends as JSON."""
+    outline = Outline.of_plain(json.loads(json.dumps(asdict(outline_of(stream, client)))))
+    node = FederatedStream(seed=stream.seed, batch_size=8)
+    take_data(node, read_data(source, stream.seed), outline)
+    return node
+
+
+def rounds_of(stream, client):
+    """The samples of each round of a client, in their order."""
+    there = [number for number in range(stream.plan.rounds) if client in stream.plan.train[number]]
+    return {number: stream.client_samples(client, number, 0) for number in there}
+
+
+def check_equal(node, simulated, client):
+    here, there = rounds_of(node, client), rounds_of(simulated, client)
+    assert here.keys() == there.keys() and here
+    for number, pair in there.items():
+        assert len(pair) == len(here[number]) == 2
+        assert all(torch.equal(one, other) for one, other in zip(here[number], pair, strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("scenario", [ClassIncremental(2, rounds_per_experience=2), Stationary(2)], ids=str)
+@pytest.mark.parametrize("kind", FILES)
+def test_node_with_a_file_trains_on_the_samples_of_the_simulation(tmp_path, kind, scenario, seed):
+    x, y, owner = arrays()
+    simulated = FederatedStream.from_arrays(x, y, owner, scenario=scenario, split=Split(test=0.0), seed=seed)
+    simulated.setup("fit")
+    for client in (0, 1):
+        source = FILES[kind](tmp_path, x[owner == client], y[owner == client])
+        check_equal(node_of(simulated, str(client), source), simulated, str(client))
+
+
+def test_node_with_a_folder_of_images_trains_on_the_samples_of_the_simulation(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(256, size=(12, 3, 4, 4), dtype=np.uint8), np.array(["cat", "dog"]).repeat(6)
+    for number, (image, label) in enumerate(zip(x, y, strict=True)):
+        (tmp_path / "photos" / label).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.transpose(1, 2, 0)).save(tmp_path / "photos" / label / f"{number:02d}.png")
+    pixels = x.astype(np.float32) / 255
+    simulated = FederatedStream.from_arrays(pixels, y, np.zeros(12, int), split=Split(test=0.0), scenario=Stationary())
+    simulated.setup("fit")
+    check_equal(node_of(simulated, "0", DataSource(str(tmp_path / "photos"))), simulated, "0")
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_node_with_a_data_module_trains_on_the_training_samples_of_the_simulation(seed):
+    from sensors import Sensors
+
+    simulated = FederatedStream({"a": Sensors(1), "b": Sensors(2, 80)}, ClassIncremental(2), seed=seed)
+    simulated.setup("fit")
+    tested = {x[0].item() for x, _ in (simulated.samples.x[int(row)] for row in simulated.plan.test)}
+    for client, arguments, samples in (("a", {"site": 1}, 36), ("b", {"site": 2, "samples": 80}, 48)):
+        node = node_of(simulated, client, DataSource("sensors:Sensors", init_args=arguments))
+        check_equal(node, simulated, client)
+        trained = torch.cat([x[:, 0] for x, _ in rounds_of(node, client).values()]).tolist()
+        assert len(trained) == len({*trained}) == samples and not tested & {*trained}
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_server_with_a_data_module_tests_on_the_test_samples_of_the_simulation(seed):
+    from sensors import Sensors
+
+    simulated = FederatedStream(Sensors(1), ClassIncremental(2), "IID", seed=seed)
+    simulated.setup("fit")
+    server = FederatedStream(scenario=ClassIncremental(2), seed=seed)
+    data = read_data(DataSource("sensors:Sensors", init_args={"site": 1}), seed, for_server=True)
+    take_server_data(server, data, ["a", "b"])
+    for name, samples in (("test", 15), ("val", 9)):
+        here, there = (
+            torch.cat([x[:, 0] for x, _ in getattr(one, f"{name}_dataloader")()]) for one in (server, simulated)
+        )
+        assert len(here) == samples and torch.equal(here, there)
+    assert server.plan.clients == ("a", "b") and server.plan.tasks["a"] == simulated.plan.tasks["0"]
+
+
+def test_server_with_a_data_module_needs_test_samples():
+    server = FederatedStream(scenario=Stationary(2))
+    take_server_data(server, read_data("sensors:Tests", for_server=True), ["a"])
+    assert len(server.plan.test) == 20 and server.plan.rounds == 2
+    with pytest.raises(RefusedError, match=r"Define `test_dataloader` in Trains"):
+        read_data("sensors:Trains", for_server=True)
+    with pytest.raises(RefusedError, match="Define `train_dataloader` in Tests"):
+        read_data("sensors:Tests")
+
+
+def test_most_samples_counts_training_samples(tmp_path):
+    source = DataSource("sensors:Sensors", init_args={"site": 1, "samples": 100})
+    assert count_samples(source, tmp_path / "note.json") == 60
+    longer = replace(source, init_args={"site": 1, "samples": 200})
+    assert count_samples(longer, tmp_path / "note.json") == 120
+
+
+def test_arguments_of_a_data_module_that_do_not_fit_name_the_node_config():
+    with pytest.raises(RefusedError, match=r"sits.*init_args\.folder=") as caught:
+        read_data(DataSource("sensors:Sensors", init_args={"sits": 1}))
+    assert caught.value.argument == "data"
+
+
+def test_node_config_names_columns_and_arguments():
+    """The node config prevails over the run's configuration, in which Flower needs every name."""
+    from types import SimpleNamespace
+
+    run = {"target": "label", "features": "a, b", "init_args.window": 5, "data": "server.csv", "clients": ""}
+    node = {"client": "x", "data": "own.csv", "features": "c,d", "init_args.folder": "/data"}
+    client, source, memories = _read_node_config(SimpleNamespace(node_config=node, run_config=run))
+    assert (client, memories) == ("x", None)
+    table = {"target": ["label"], "features": ["c", "d"]}
+    assert source == DataSource("own.csv", table, {"window": 5, "folder": "/data"})
+    assert _source("server.csv", run).table == {"target": ["label"], "features": ["a", "b"]}
+
+
+def test_recipe_with_tables_names_columns_classes_and_scale(tmp_path):
+    x, y, _ = arrays()
+    own = write_csv(tmp_path, x, y)
+    given = {**COLUMNS, "mean": [1.0, 2.0], "std": [2.0, 4.0], "path": "elsewhere.csv"}
+    table = {"class_path": "lightning_fcl.data.tables.Table", "init_args": given}
+    for data in (table, {"a": table}, [table]):
+        recipe = {"data": {"data": data, "classes": [*LABELS, "other"]}}
+        samples = read_data(DataSource(own.where).of_recipe(recipe)).samples
+        assert samples.classes == (*LABELS, "other")
+        assert (LABELS[samples.targets] == y).all()
+        expected = (x.astype(np.float64) - [1, 2]) / [2, 4]
+        assert np.allclose(samples.x.numpy(), expected, rtol=1e-6)
+    with pytest.raises(RefusedError, match=r"`target` and `features`.*Name them beside `data`"):
+        read_data(own.where)
+
+
+def test_server_rejects_other_words_in_part(tmp_path):
+    x, y, _ = arrays()
+    path = tmp_path / "server.npz"
+    for word, fix in (("tests", "Did you mean test"), ("TEST", "Did you mean test"), ("train", "Remove the samples")):
+        np.savez(path, x=x, y=y, part=np.array(["test"] * 79 + [word]))
+        with pytest.raises(RefusedError, match=rf'`part` of .*server\.npz .*"{word}" for sample 79\. {fix}') as caught:
+            read_data(path, for_server=True)
+        assert caught.value.argument == "part"
+    np.savez(path, x=x, y=y, part=np.array(["test", "validation"] * 40))
+    server = FederatedStream(scenario=Stationary())
+    take_server_data(server, read_data(path, for_server=True), ["a"])
+    assert (len(server.plan.test), len(server.plan.validation)) == (40, 40)
+    with pytest.raises(RefusedError, match=r"to train on but .* Name the file of this client"):
+        read_data(path)
+    np.savez(path, x=x, y=y, part=np.array(["validation"] * 80))
+    with pytest.raises(ValueError, match="to have test samples but got none"):
+        take_server_data(server, read_data(path, for_server=True), ["a"])
+
+
+X, Y = np.zeros((4, 3), np.float32), np.array(["p", "q"] * 2)
+REJECTED = {
+    "classes twice": ({"x": X, "y": Y, "classes": np.array(["p", "q", "p"])}, "`classes` .*'p' more than once"),
+    "class that UTF-8 cannot encode": ({"x": X, "y": np.array(["p", "\ud800"] * 2)}, r"`classes` .*'\\ud800'"),
+    "domain that UTF-8 cannot encode": ({"x": X, "y": Y, "group": np.array(["\ud800"] * 4)}, "`group` .*Rename it"),
+    "extended precision": ({"x": X.astype(np.longdouble), "y": Y}, r"`x` .*float128.*astype\(numpy\.float32\)"),
+    "targets of extended precision": ({"x": X, "y": np.zeros(4, np.longdouble)}, "`y` .*float128"),
+    "complex numbers": ({"x": X.astype(np.complex64), "y": Y}, r"`x` .*complex64.*astype\(numpy\.float32\)"),
+    "dates": ({"x": X.astype("M8[s]"), "y": Y}, r"`x` .*datetime64.*astype\(numpy\.float32\)"),
+    "objects": ({"x": X, "y": Y.astype(object)}, r"objects in y\.npy.*astype\(str\)"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_invalid_file_of_a_node_is_rejected_by_name(tmp_path, case):
+    columns, message = REJECTED[case]
+    np.savez(tmp_path / "own.npz", **columns)
+    with pytest.raises(RefusedError, match=rf"own\.npz.*{message}"):
+        read_data(tmp_path / "own.npz")
+
+
+@pytest.mark.parametrize("again", ["x.npy", "x"])
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_file_with_two_members_of_one_name_is_rejected_by_name(tmp_path, again):
+    path = tmp_path / "own.npz"
+    np.savez(path, x=X, y=Y)
+    with ZipFile(path, "a") as archive:
+        archive.writestr(again, archive.read("x.npy"))
+    with pytest.raises(RefusedError, match=r"own\.npz.*two members of the name 'x'"):
+        read_data(path)
+
+
+def test_file_of_another_byte_order_is_read(tmp_path):
+    np.savez(tmp_path / "own.npz", x=np.arange(12, dtype=">f4").reshape(4, 3), y=Y)
+    assert read_data(tmp_path / "own.npz").samples.x.tolist() == np.arange(12).reshape(4, 3).tolist()
+
+
+REGRESSION = {
+    "trainer": {"strategy": strategy()},
+    "model": {
+        "class_path": "lightning_fcl.Regressor",
+        "init_args": {
+            "model": {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [2, 4, 1]}},
+            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+        },
+    },
+}
+
+
+def write_sites(folder, targets):
+    """A CSV file for each of three clients, and one for the server; the recipe's data, which has all of them."""
+    rng = np.random.default_rng(1)
+    tables = []
+    for name, samples in (("0", 30), ("1", 22), ("2", 41), ("server", 24)):
+        x = rng.normal(size=(samples, 2)).astype(np.float32)
+        path = write_csv(folder, x, targets(x), f"{name}.csv").where
+        given = {"path": path, "target": "label", "features": ["a", "b"]}
+        tables.append({"class_path": "lightning_fcl.data.tables.Table", "init_args": given})
+    return tables
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("kind", ["numbers", "whole numbers", "labels"])
+def test_stationary_with_the_data_of_nodes_is_deployed(rehearsal, wire, same, tmp_path, kind):
+    targets = {
+        "numbers": lambda x: (x[:, 0] - x[:, 1]).tolist(),
+        "whole numbers": lambda x: np.rint(3 * x[:, 0]).astype(int).tolist(),
+        "labels": lambda x: LABELS[(x[:, 0] > 0) + 2 * (x[:, 1] > 0)].tolist(),
+    }
+    data = {
+        "data": write_sites(tmp_path, targets[kind]),
+        "scenario": {"class_path": "Stationary", "init_args": {"rounds": 2}},
+        "partition": None,
+        "split": {"test": ["3"]},
+        "batch_size": 8,
+        "classes": [] if kind == "whole numbers" else None,
+    }
+    model = {"init_args": {"num_classes": 4, "model": {"init_args": {"sizes": [2, 4, 4]}}}}
+    one = rehearsal({**({"model": model} if kind == "labels" else REGRESSION), "data": data})
+    one.split = lambda: None  # the clients have files of their own
+    simulated = one.simulate()
+    one.clients = ["0", "1", "2"]
+    nodes = [Node(one.recipe, name, str(tmp_path / f"{name}.csv"), tmp_path / "memories") for name in one.clients]
+    deployed = one.serve(wire(nodes), DataSource(str(tmp_path / "server.csv")), clients_at_least=3)
+    assert same(simulated.model, deployed.model)
+    assert deployed.trainer.current_epoch == 2
+    assert [each["dropped"] for each in one.rounds()] == [{}, {}]
+
+
+@pytest.mark.seconds
+def test_server_that_has_no_samples_of_a_scenario_of_single_samples_says_what_to_do(rehearsal, wire):
+    scenario = {"class_path": "FLwFScenario", "init_args": {"samples_per_round": 20, "test_per_class": 10}}
+    one = rehearsal({"data": {"scenario": scenario, "partition": None}})
+    one.simulate()
+    with pytest.raises(ValueError, match=r"`Stationary`, .* but got FLwFScenario.*`lightning-fcl deploy split`"):
+        one.serve(wire(one.nodes()))
+
+
+def sites_of_modules():
+    """A recipe with a data module for each client, whose test samples are all those of the server."""
+    modules = [{"class_path": "sensors.Sensors", "init_args": {"site": site}} for site in range(3)]
+    return {
+        "model": {"init_args": {"num_classes": 4, "model": {"init_args": {"sizes": [2, 4, 4]}}}},
+        "data": {
+            "data": modules,
+            "scenario": classes(experiences=2),
+            "partition": None,
+            **{"batch_size": 8, "shuffle": True, "drop_last": False},
+        },
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["csv", "modules"])
+def test_three_nodes_with_data_of_their_own_end_in_the_bits_of_the_simulation(rehearsal, machines, tmp_path, kind):
+    """As the page about deployments starts them, but for the executor, which imports once for all nodes."""
+    if kind == "csv":
+        data = write_sites(tmp_path, lambda x: LABELS[(x[:, 0] > 0) + 2 * (x[:, 1] > 0)].tolist())
+        recipe = over(sites_of_modules(), {"data": {"data": data, "split": {"test": ["3"]}}})
+        configs = [f'data="{tmp_path / name}.csv" target="label" features="a,b"' for name in "012"]
+        server = {"data": str(tmp_path / "server.csv"), "target": "label", "features": "a,b"}
+    else:
+        recipe = sites_of_modules()
+        configs = [f'data="sensors:Sensors" init_args.site={site}' for site in range(3)]
+        server = {"data": "sensors:Tests"}
+    one, at = rehearsal(recipe), machines()
+    one.split = lambda: None
+    simulated = one.simulate()
+    (one.app() / "sensors.py").write_text(SENSORS)
+    at.link()
+    for name, config in zip("012", configs, strict=True):
+        at.node(name, f'client="{name}" {config} memories="{tmp_path / "memories"}"')
+    at.run(one.folder / "app", out=str(tmp_path / "deployed"), clients="0,1,2", clients_at_least=3, **server)
+    at.wait_for(one.ended, 240)
+    assert one.holds(simulated.model)
+    assert [each["dropped"] for each in one.rounds()] == [{}, {}]
