@@ -51,13 +51,9 @@ class Table(Dataset[tuple[Tensor, Any]]):
         path: The file. A CSV file is UTF-8 text with a header, commas between columns and decimal points.
         target: Name of the target column. Several names: columns of numbers.
         features: Names of the feature columns, in the order in which the module takes them.
-        mean: Mean of the features, a number or one for each feature, which is subtracted. Default: features stay as
-            they are.
+        mean: Mean of the features, a number or one for each feature, which is subtracted. Default: features are
+            unchanged.
         std: Standard deviation of the features, by which the difference is divided.
-
-    Attributes:
-        x: Features, shape (n, features), single precision.
-        targets: Target of each sample, shape (n,) or (n, targets).
 
     Raises:
         ValueError: If an argument is invalid. When the file is read: if a column is missing or not unique, or if a cell
@@ -121,7 +117,7 @@ class Table(Dataset[tuple[Tensor, Any]]):
             raise InvalidValueError(
                 f"Expected `{name}` to be a finite number, or one for each of {len(self.features)} features{above}, "
                 f"but got {given}.",
-                hint=f"Pass `{name}={[default] * len(self.features)}` to leave the features as they are.",
+                hint=f"Pass `{name}={[default] * len(self.features)}` to leave the features unchanged.",
                 argument=name,
                 value=given,
             )
@@ -134,7 +130,7 @@ class Table(Dataset[tuple[Tensor, Any]]):
 
     @property
     def targets(self) -> NDArray[Any]:
-        """Target of each sample: text or integers for labels, otherwise numbers in single precision."""
+        """Target of each sample, shape (n,) or (n, targets): text, integers or numbers in single precision."""
         return self._content[1]
 
     @cached_property

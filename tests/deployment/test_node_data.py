@@ -253,6 +253,19 @@ def test_server_rejects_other_words_in_part(tmp_path):
         take_server_data(server, read_data(path, for_server=True), ["a"])
 
 
+@pytest.mark.seconds
+def test_server_with_another_word_in_part_asks_no_node(rehearsal, wire):
+    one = rehearsal()
+    one.simulate()
+    path = one.folder / "data" / "server.npz"
+    columns = dict(np.load(path))
+    np.savez(path, **{**columns, "part": np.char.upper(columns["part"])})
+    link = wire(one.nodes())
+    with pytest.raises(RefusedError, match=r"`part` of .*server\.npz .*Did you mean test"):
+        one.serve(link)
+    assert link.sent == {}
+
+
 X, Y = np.zeros((4, 3), np.float32), np.array(["p", "q"] * 2)
 REJECTED = {
     "classes twice": ({"x": X, "y": Y, "classes": np.array(["p", "q", "p"])}, "`classes` .*'p' more than once"),
