@@ -28,8 +28,9 @@ LEFT_ALONE = (
     *("lightning.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit.", "logging"),
     *("threading", "_thread", "queue", "socket", "asyncio", "concurrent.", "_io", "tqdm.", "multiprocessing", "rich."),
     *("matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard", "aim."),
+    *("_pytest.", "pluggy."),
 )
-"""Packages whose objects are never inspected: Lightning, metrics of a round, processes, files, loggers."""
+"""Packages whose objects are never inspected: Lightning, metrics of a round, processes, files, loggers, pytest."""
 
 _GONE = object()
 

@@ -16,17 +16,9 @@ _MOST = 2_000  # functions that are looked at
 _PACKAGES = frozenset(
     {
         *("lightning", "pytorch_lightning", "lightning_fcl", "lightning_utilities", "torch", "torchvision"),
-        *(
-            "torchaudio",
-            "torchmetrics",
-            "numpy",
-            "scipy",
-            "sklearn",
-            "pandas",
-            "builtins",
-            "einops",
-            "typing_extensions",
-        ),
+        *("torchaudio", "torchmetrics", "numpy", "scipy", "sklearn", "pandas", "builtins", "einops"),
+        # pytest rewrites `assert` into calls of its own functions, which lead to all collected tests.
+        *("typing_extensions", "pytest", "_pytest", "pluggy"),
         *sys.stdlib_module_names,
     }
 )

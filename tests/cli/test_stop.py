@@ -213,7 +213,7 @@ def all_gone(watched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT", "SIGHUP"])
 def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
     parent, watched = side_by_side(recipe, start, tmp_path)
     parent.send_signal(signal.Signals[name])

@@ -26,7 +26,7 @@ from lightning_fcl.simulation import federation as fits
 from lightning_fcl.simulation.limits import choose_trainer
 
 CLASSES = 6
-SEEDS = 20
+SEEDS = 6
 
 
 def stream_of(seed=0, shape=(6,), classes=CLASSES, partition=None):

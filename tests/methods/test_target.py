@@ -18,8 +18,6 @@ from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.models.generator import with_statistics_distance
 
-pytestmark = pytest.mark.rounding
-
 
 class Net(nn.Module):
     """Three convolutions with batch normalisation."""
@@ -64,6 +62,7 @@ class Kept(Callback):
         self.states.append({n: v.clone() for n, v in pl_module.state_dict().items()})
 
 
+@pytest.mark.rounding
 def test_in_the_first_experience_it_is_fedavg_and_then_not(fit, assert_same):
     for experiences, same in ((1, True), (2, False)):
         tasks = [classifier() for _ in range(2)]
@@ -103,6 +102,7 @@ def test_images_made_to_match_statistics_are_nearer_to_those_of_the_model(fit):
     assert 1.2 * apart[10.0] < apart[0.0], apart  # without: 17.2; with: 11.9
 
 
+@pytest.mark.rounding
 def test_old_classes_alone_are_distilled_softened():
     """A client's penalty, by hand."""
     torch.manual_seed(0)
@@ -116,6 +116,7 @@ def test_old_classes_alone_are_distilled_softened():
     torch.testing.assert_close(method.penalty(client, step), wanted)
 
 
+@pytest.mark.rounding
 @pytest.mark.seconds
 def test_side_by_side_it_is_as_one_at_a_time(fit, assert_same):
     tasks = [classifier() for _ in range(2)]
@@ -135,6 +136,7 @@ class Steps(Callback):
             self.batches.append([part.clone() for part in batch])
 
 
+@pytest.mark.rounding
 @pytest.mark.seconds
 def test_training_equals_a_loop_that_distills_old_classes_on_the_images(fit):
     """With one client, from the server's model at the end of the first experience on."""

@@ -43,8 +43,6 @@ from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.wire import TopK
 from lightning_fcl.models import MLP
 
-pytestmark = pytest.mark.rounding
-
 
 def digest(module):
     """The bits of a module's state."""
@@ -153,6 +151,7 @@ METHODS = {
 FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
 
 
+@pytest.mark.rounding
 @pytest.mark.argument("devices", "honoured: a process each, to [the same bits](scale.md)")
 @pytest.mark.seconds
 @pytest.mark.parametrize(
@@ -199,6 +198,7 @@ class Own(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.rounding
 @pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, 2])
 def test_a_step_of_one_s_own_gives_the_same_bits(alike, make_stream, cohort_size):
@@ -323,6 +323,7 @@ def test_odd_states(alike, make_task, make_stream):
     alike(make, cohort_size=1)
 
 
+@pytest.mark.rounding
 @pytest.mark.seconds
 @pytest.mark.parametrize("methods", [lambda: [], lambda: [IntrinsicPlasticity()], lambda: [Unlearning({"1": 0})]])
 def test_reservoirs(alike, make_reservoir_task, make_series_stream, methods):
@@ -331,6 +332,7 @@ def test_reservoirs(alike, make_reservoir_task, make_series_stream, methods):
     alike(lambda: (make_reservoir_task(), make_series_stream(**stream), methods()), (1, 2), cohort_size=2)
 
 
+@pytest.mark.rounding
 @pytest.mark.seconds
 @pytest.mark.parametrize("options", [{"rank": 3}, {"share": "moments", "groups": 2}, {"gamma": 1.0}])
 def test_ridge_regressions(alike, make_stream, options):
