@@ -147,6 +147,7 @@ def check_trainer(trainer: L.Trainer) -> None:
                     f"Expected no `{type(callback).__name__}` among the callbacks: {why}.",
                     hint=hint,
                     argument="callbacks",
+                    value=type(callback).__name__,
                 )
         often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
         if isinstance(callback, ModelCheckpoint) and any(often.values()):

@@ -1,13 +1,13 @@
 """The densities of a reservoir's activations against histograms of all its states at once."""
 
 import json
-import re
 
 import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -16,6 +16,7 @@ from lightning_fcl.callbacks import ActivationDensity, IntrinsicPlasticity
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
 from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.models import EchoStateNetwork
 
 OWNERS = np.array(["ann", "bob", "eve"])
@@ -166,20 +167,20 @@ def test_a_continued_fit_continues_the_record(fit, stream, task, tmp_path):
 
 
 def test_what_cannot_be_measured_is_refused(fit, stream, task, make_stream, make_task, quiet):
-    with pytest.raises(ValueError, match=r"`reservoir` is an `EchoStateNetwork` for .* but got a `Classifier`"):
+    with raises(InvalidValueError, "module", value="Classifier"):
         fit(make_task(), make_stream(), [ActivationDensity()])
     other = make_task()
     other.reservoir = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="`reservoir` is an `EchoStateNetwork`"):
+    with raises(InvalidValueError, "module"):
         fit(other, make_stream(), [ActivationDensity()])
     x, y = sequences()
-    with pytest.raises(ValueError, match="Expected test samples to run on but the stream has none"):
+    with raises(MissingValueError, "test"):
         fit(task(), stream(test=0.0), [ActivationDensity()])
     trainer = L.Trainer(max_epochs=2, callbacks=[ActivationDensity()], **quiet)
     alone = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(2), partition=IID(1))
-    with pytest.raises(ValueError, match=re.escape('`strategy="federated"`')):
+    with raises(InvalidValueError, "strategy"):
         trainer.fit(task(), datamodule=alone)
     trainer = L.Trainer(max_epochs=1, callbacks=[ActivationDensity()], **quiet)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y)))
-    with pytest.raises(ValueError, match="Expected a `FederatedStream` as the Trainer's `datamodule` but got None"):
+    with raises(InvalidValueError, "datamodule"):
         trainer.fit(task(), loader)

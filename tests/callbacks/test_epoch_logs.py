@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from raising import raises
 from torch import nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
@@ -14,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.callbacks import FedProx
 from lightning_fcl.callbacks.epoch_log import RoundLog
+from lightning_fcl.errors import MissingValueError
 
 
 class Chatty(L.LightningModule):
@@ -88,5 +90,5 @@ def test_a_logged_metric_that_is_no_attribute_raises():
     logs = RoundLog(module, SimpleNamespace(number=2, rank=0))
     logs.train(torch.zeros(2))
     module.log("auroc", module.auroc, on_step=False, on_epoch=True)
-    with pytest.raises(ValueError, match="Expected the metric that is logged as `loose` to be an attribute"):
+    with raises(MissingValueError, "loose"):
         module.log("loose", MulticlassAccuracy(4), on_step=False, on_epoch=True)

@@ -7,13 +7,14 @@ import sys
 import pytest
 import torch
 import yaml
+from raising import raises
 
 from lightning_fcl import __version__
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import COMMANDS, main
 from lightning_fcl.cli.search import Search, try_settings
 from lightning_fcl.data.datasets import Arrays, load_dataset
-from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.running.fit import FederatedCLI, resolve_recipe, run
@@ -353,7 +354,7 @@ def test_an_error_in_one_run_lets_no_other_begin(tmp_path, monkeypatch):
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("data: {clients: none at all}\n")
     jobs = [Job(f"run {number}", Recipe((recipe,)), 0, tmp_path / f"run-{number}") for number in range(12)]
-    with pytest.raises(ValueError, match="clients"):
+    with raises(UnknownNameError, "data.clients"):
         run_jobs(jobs, workers=2)
     assert len(list(tmp_path.glob("run-*"))) < 8
 
@@ -437,9 +438,9 @@ def test_grids_make_rows():
     assert expanded(content)["more A"] == RowEntry(
         ["a.yaml", "b.yaml"], set={"x": 1, "y": 2}, expected={}, scales=["paper"]
     )
-    with pytest.raises(ValueError, match="Expected the rows of a grid among A, more B but got B"):
+    with raises(InvalidValueError, "rows", value="B"):
         expanded({**content, "grids": [{**grid, "rows": ["B"]}]})
-    with pytest.raises(ValueError, match="Expected the rows of a grid among A, more A but got less A"):
+    with raises(InvalidValueError, "rows", value="less A"):
         expanded({**content, "grids": [{**grid, "expected": {"less A": {}}}]})
 
 

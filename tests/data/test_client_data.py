@@ -6,6 +6,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
@@ -16,7 +17,7 @@ from lightning_fcl.data.samples import Samples, of_public
 from lightning_fcl.data.scenarios import Stationary
 from lightning_fcl.deployment.messages import RefusedError
 from lightning_fcl.deployment.own_data import read_data
-from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.errors import InvalidValueError, MissingValueError
 
 X, Y = torch.arange(48.0).reshape(12, 4), torch.arange(12) % 2
 
@@ -52,23 +53,15 @@ def set_up(data, **options):
     return stream
 
 
-def rejected(data, message, error=ValueError, **options):
-    with pytest.raises(error, match=f"^{re.escape(message)}"):
+def rejected(data, argument, kind=InvalidValueError, **options):
+    with raises(kind, argument):
         set_up(data, **options)
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_clients_with_other_shapes_are_rejected_by_name(make):
-    x, y = ("['image']", "['label']") if make is Named else ("[0]", "[1]")
-    shape = "Expected `data` to have samples of one shape, but got"
-    rejected(
-        {"a": make(X, Y), "b": make(torch.ones(12, 5), Y)},
-        f"{shape} `sample{x}` of shape (5,) from client b and (4,) from client a. Convert the samples to one shape, or",
-    )
-    rejected(
-        {"a": make(X, Y), "b": make(X + 1, Y[:, None])},
-        f"{shape} `sample{y}` of shape (1,) from client b and () from client a. ",
-    )
+    rejected({"a": make(X, Y), "b": make(torch.ones(12, 5), Y)}, "data")
+    rejected({"a": make(X, Y), "b": make(X + 1, Y[:, None])}, "data")
 
 
 def test_clients_with_other_shapes_and_a_collate_fn_are_accepted():
@@ -81,20 +74,18 @@ def test_clients_with_other_shapes_and_a_collate_fn_are_accepted():
 
 @pytest.mark.parametrize("make", [TensorDataset, Named, KINDS["lists"]])
 def test_a_client_without_samples_is_rejected_by_name(make):
-    message = "Expected `data` to have samples of every client, but got none of client b. Leave client b out."
-    rejected({"a": make(X, Y), "b": make(X[:0], Y[:0])}, message)
+    rejected({"a": make(X, Y), "b": make(X[:0], Y[:0])}, "data", MissingValueError)
     assert set_up({"a": make(X, Y)}).plan.clients == ("a",)
 
 
 @pytest.mark.parametrize("name", ["", " "])
 def test_a_client_without_a_name_is_rejected(name):
-    message = f'Expected a name for every client, but got "{name}" for the client of '
-    rejected({name: TensorDataset(X, Y), "b": TensorDataset(X + 100, Y)}, message)
+    rejected({name: TensorDataset(X, Y), "b": TensorDataset(X + 100, Y)}, "client")
     stream = FederatedStream.from_arrays(X, Y, client=np.array([name, "b"] * 6), scenario=Stationary(1))
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    with raises(InvalidValueError, "client"):
         stream.setup("fit")
     arrays = Arrays(X.numpy(), Y.numpy(), np.array([name, "b"] * 6), ("0", "1"))
-    rejected(arrays, message, partition="natural")
+    rejected(arrays, "client", partition="natural")
     assert set_up(arrays, partition=IID(2)).plan.clients == ("0", "1")  # which needs no owners
 
 
@@ -103,16 +94,12 @@ COLUMNS = {"integers": Y[:, None], "booleans": (Y > 0)[:, None], "text": np.arra
 
 @pytest.mark.parametrize("y", COLUMNS.values(), ids=COLUMNS)
 def test_labels_of_shape_n_1_are_rejected_with_a_fix(y):
-    message = (
-        r"^Expected `y` to be labels of shape \((12|24),\), but got shape \(\1, 1\)\. Remove the last axis, as "
-        r"`y\.squeeze\(-1\)` does, or pass `classes=\(\)` for targets that are not classes\.$"
-    )
-    with pytest.raises(ValueError, match=message):
+    with raises(InvalidValueError, "y"):
         FederatedStream.from_arrays(X, y)
     assert FederatedStream.from_arrays(X, y.squeeze(-1), scenario=Stationary(1)).num_classes == 2
     if isinstance(y, torch.Tensor):
         for data in (TensorDataset(X, y), Named(X, y), {"a": Named(X, y), "b": Named(X + 1, y)}):
-            with pytest.raises(ValueError, match=message):
+            with raises(InvalidValueError, "y"):
                 FederatedStream(data).setup("fit")
         assert FederatedStream.from_arrays(X, y, classes=(), scenario=Stationary(1)).classes == ()
         assert set_up(TensorDataset(X, y), classes=()).classes == ()
@@ -164,7 +151,7 @@ def test_targets_that_are_not_finite_are_rejected(tmp_path, way, value):
 def test_targets_of_several_numbers_name_the_sample():
     y = torch.zeros(12, 3)
     y[5, 1:] = torch.nan
-    with pytest.raises(ValueError, match=r"but got nan for sample 5 \(1 of 12 samples"):
+    with raises(InvalidValueError, "y"):
         FederatedStream.from_arrays(X, y)
 
 
@@ -205,7 +192,7 @@ def test_means_and_deviations_that_cannot_normalize_are_rejected(tmp_path, way, 
 def test_a_file_of_a_node_with_one_of_mean_and_std_is_rejected(tmp_path):
     pair = scale()
     del pair["std"]
-    with pytest.raises(RefusedError, match=r"Expected `mean` and `std`, but got no `std`\. Pass both, or neither"):
+    with raises(RefusedError, "std"):
         read_file(tmp_path, x=PIXELS, y=np.array(["a", "b"] * 6), **pair)
 
 

@@ -6,6 +6,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,6 +30,7 @@ from lightning_fcl.callbacks import EWC, ContinualMetrics, Pretrain, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario, Stationary
 from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.local.vectorized import VectorizedTrainer
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -157,24 +159,24 @@ class OwnLoader(DataLoader):
 
 @pytest.mark.may("have weighted, infinite or custom samplers", "refused: which samples are the part cannot be told")
 @pytest.mark.parametrize(
-    ("loader", "message"),
+    ("loader", "value"),
     [
-        (DataLoader(WHOLE, sampler=WeightedRandomSampler(torch.ones(9), 64)), "sampler .* got a WeightedRandomSampler"),
-        (DataLoader(WHOLE, sampler=RandomSampler(WHOLE, replacement=True)), "a sampler .* got a RandomSampler"),
-        (DataLoader(WHOLE, sampler=RandomSampler(WHOLE, num_samples=9)), "a sampler .* got a RandomSampler"),
-        (DataLoader(WHOLE, sampler=DistributedSampler(WHOLE, 1, 0)), "a sampler .* got a DistributedSampler"),
-        (DataLoader(WHOLE, sampler=Endless()), "a sampler .* got a Endless"),
-        (DataLoader(WHOLE, sampler=Drawn()), r"a sampler .* got a Drawn\. Use `shuffle`, a `SubsetRandomSampler`"),
-        (DataLoader(WHOLE, batch_sampler=OwnBatches()), "batches by `batch_size` but got a OwnBatches. Leave its own"),
-        (DataLoader(WHOLE, batch_size=None), "batches by `batch_size` but got a TensorDataset"),
-        (DataLoader(Stream()), "a map-style data set, .* but got a Stream. Read its items into a list"),
-        (OwnLoader(WHOLE), "one `DataLoader` but got a OwnLoader"),
-        ({"a": DataLoader(WHOLE)}, "one `DataLoader` but got a dict"),
-        (None, "one `DataLoader` but got a NoneType"),
+        (DataLoader(WHOLE, sampler=WeightedRandomSampler(torch.ones(9), 64)), "WeightedRandomSampler"),
+        (DataLoader(WHOLE, sampler=RandomSampler(WHOLE, replacement=True)), "RandomSampler"),
+        (DataLoader(WHOLE, sampler=RandomSampler(WHOLE, num_samples=9)), "RandomSampler"),
+        (DataLoader(WHOLE, sampler=DistributedSampler(WHOLE, 1, 0)), "DistributedSampler"),
+        (DataLoader(WHOLE, sampler=Endless()), "Endless"),
+        (DataLoader(WHOLE, sampler=Drawn()), "Drawn"),
+        (DataLoader(WHOLE, batch_sampler=OwnBatches()), "OwnBatches"),
+        (DataLoader(WHOLE, batch_size=None), "TensorDataset"),
+        (DataLoader(Stream()), "Stream"),
+        (OwnLoader(WHOLE), "OwnLoader"),
+        ({"a": DataLoader(WHOLE)}, "dict"),
+        (None, "NoneType"),
     ],
 )  # fmt: skip
-def test_samples_that_cannot_be_told_are_refused_by_name(loader, message):
-    with pytest.raises(ValueError, match=f"^Expected `train_dataloader` of Loaders to .*{message}"):
+def test_samples_that_cannot_be_told_are_refused_by_name(loader, value):
+    with raises(InvalidValueError, "dataloader", value=value):
         stream_of(Loaders(loader)).setup("fit")
 
 
@@ -282,10 +284,9 @@ def test_samples_that_parts_share_are_refused_by_name():
     inner = Subset(WHOLE, range(10, 60))
     test = DataLoader(Subset(Subset(inner, range(5, 50)), [3, 4, 30]))  # 18, 19 and 45
     module = Loaders(DataLoader(Subset(WHOLE, range(20))), test)
-    message = "Expected no sample in both the training and the test data, but got 2 in both"
-    with pytest.raises(ValueError, match=f"^{message}. Leave shared samples out of one"):
+    with raises(InvalidValueError, "data"):
         stream_of(module).setup("fit")
-    with pytest.raises(ValueError, match=r"^Expected .* the validation and the test data, but got 1 in both"):
+    with raises(InvalidValueError, "data"):
         stream_of(Loaders(DataLoader(Subset(WHOLE, range(9))), test, DataLoader(Subset(WHOLE, [45])))).setup("fit")
     stream = stream_of(Loaders(DataLoader(Subset(WHOLE, range(9))), test, test))  # as many have it
     stream.setup("fit")
@@ -294,8 +295,7 @@ def test_samples_that_parts_share_are_refused_by_name():
 
 def test_a_test_label_that_nobody_learns_is_refused():
     module = Loaders(DataLoader(WHOLE), DataLoader(TensorDataset(X[:8] + 1, 3 * Y[:8])))
-    message = "Expected validation and test samples of the classes that are trained on but got label 6, 9, which no"
-    with pytest.raises(ValueError, match=f"^{message} training sample has"):
+    with raises(InvalidValueError, "y"):
         stream_of(module).setup("fit")
 
 
@@ -402,13 +402,12 @@ def test_cohorts_go_on_where_the_data_module_has_no_hooks(quiet):
     loaders = [DataLoader(Subset(WHOLE, part), 8) for part in (range(40), range(40, 64))]
     assert isinstance(fit(Loaders(*loaders), "auto"), VectorizedTrainer)
     assert not isinstance(fit(Scales(), "auto"), VectorizedTrainer)
-    with pytest.raises(ValueError, match=r"^Expected `cohort_size=1` .*`Scales` overrides `on_before_batch_transfer`"):
+    with raises(InvalidValueError, "cohort_size"):
         fit(Scales(), 2)
 
 
 def test_methods_that_show_the_module_samples_of_their_own_are_refused(quiet):
-    message = r"^Expected samples that reach the module as they are for `EWC`, .* but `Scales` overrides `on_before_"
-    with pytest.raises(ValueError, match=message):
+    with raises(InvalidValueError, "datamodule"):
         trainer_of(quiet, callbacks=[EWC(1.0)]).fit(classifier(), datamodule=stream_of(Scales()))
     task = Keeper()
     stream = stream_of(Scales(size=100), scenario=ClassIncremental(2), partition=IID(1))
@@ -483,8 +482,7 @@ def test_metrics_need_pairs(quiet):
         def __len__(self):
             return 40
 
-    message = "a batch is a dict and no pair of samples and labels. Define `test_step"
-    with pytest.raises(ValueError, match=message):
+    with raises(InvalidValueError, "Classifier"):
         trainer_of(quiet, callbacks=[ContinualMetrics()]).fit(classifier(), datamodule=stream_of(Dicts()))
 
 

@@ -1,9 +1,8 @@
 """Partitions use every sample at most once, follow their generator, and refuse the impossible."""
 
-import re
-
 import numpy as np
 import pytest
+from raising import raises
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
@@ -19,6 +18,7 @@ from lightning_fcl.data.scenarios import (
     Staggered,
     Stationary,
 )
+from lightning_fcl.errors import InvalidValueError
 
 Y = np.random.default_rng(5).integers(0, 6, size=600)
 
@@ -192,44 +192,41 @@ def test_class_subsets_give_one_sample_to_whoever_asks_for_one():
         assert all(set(np.unique(y[index], return_counts=True)[1].tolist()) == {1} for index in parts.values())
 
 
-RANGE = "Expected `{}` to be between {} and {} but got {}."
-NONE = "Expected a division with `min_size`={} samples per client but 1000 draws with `alpha`={} and {} clients"
 ERRORS = {
-    "no clients": (IID(0), [0] * 5, RANGE.format("clients", 1, 5, 0)),
-    "more clients than samples": (IID(6), [0] * 5, RANGE.format("clients", 1, 5, 6)),
-    "min_size too large": (Dirichlet(7, 1.0, min_size=86), Y, NONE.format(86, 1.0, 7)),
-    "min_size never reached": (Dirichlet(2, 1e-4, min_size=2), [0] * 4, NONE.format(2, 0.0001, 2)),
-    "no shards": (Shards(7, 0), Y, RANGE.format("shards_per_client", 1, 85, 0)),
-    "too many shards": (Shards(7, 86), Y, RANGE.format("shards_per_client", 1, 85, 86)),
-    "too many classes": (ClassSubsets(5, 7), Y, RANGE.format("classes_per_client", 1, 6, 7)),
-    "classes the wrong way round": (ClassSubsets(5, (4, 2)), Y, RANGE.format("classes_per_client", 4, 6, 2)),
+    "no clients": (IID(0), [0] * 5, "clients"),
+    "more clients than samples": (IID(6), [0] * 5, "clients"),
+    "min_size too large": (Dirichlet(7, 1.0, min_size=86), Y, "min_size"),
+    "min_size never reached": (Dirichlet(2, 1e-4, min_size=2), [0] * 4, "min_size"),
+    "no shards": (Shards(7, 0), Y, "shards_per_client"),
+    "too many shards": (Shards(7, 86), Y, "shards_per_client"),
+    "too many classes": (ClassSubsets(5, 7), Y, "classes_per_client"),
+    "classes the wrong way round": (ClassSubsets(5, (4, 2)), Y, "classes_per_client"),
     "fraction too small": (
         ClassSubsets(3, 2, 0.01),
         np.repeat([0, 1], 20),
-        "Expected at least one sample of class 0 for client '0' but 3 clients hold the class, which has 20 samples, "
-        "and the `fraction` of this one is 0.01. Raise `fraction`, or lower",
+        "fraction",
     ),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_divisions_that_cannot_be(case):
-    partition, y, message = ERRORS[case]
-    with pytest.raises(ValueError, match=re.escape(message)):
+    partition, y, argument = ERRORS[case]
+    with raises(InvalidValueError, argument):
         divide(partition, y)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "argument"),
     [
-        (lambda: Dirichlet(5, 0.0), "Expected `alpha` to be between 1e-09 and 1000000.0 but got 0.0."),
-        (lambda: Dirichlet(5, float("nan")), "but got nan."),
-        (lambda: ClassSubsets(5, 2, 0.0), "Expected `fraction` to be above 0 and at most 1 but got 0.0."),
-        (lambda: ClassSubsets(5, 2, 1.7), "at most 1 but got 1.7."),
+        (lambda: Dirichlet(5, 0.0), "alpha"),
+        (lambda: Dirichlet(5, float("nan")), "alpha"),
+        (lambda: ClassSubsets(5, 2, 0.0), "fraction"),
+        (lambda: ClassSubsets(5, 2, 1.7), "fraction"),
     ],
 )
-def test_impossible_arguments(make, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_impossible_arguments(make, argument):
+    with raises(InvalidValueError, argument):
         make()
 
 
@@ -278,8 +275,7 @@ def regression(scenario, partition, **kwargs):
 @pytest.mark.parametrize("name", REGRESSION)
 def test_stream_of_floating_targets_rejects_what_needs_classes(name):
     scenario, partition = REGRESSION[name]
-    message = f"Expected targets that are classes for `{name}`, but got targets of type float32. Use "
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with raises(InvalidValueError, "y"):
         regression(scenario, partition)
     remedy = {"scenario": Stationary()} if partition is None else {"partition": IID()}
     assert regression(**{"scenario": scenario, "partition": partition, **remedy}).plan.rounds

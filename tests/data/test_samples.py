@@ -6,6 +6,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -14,7 +15,7 @@ from lightning_fcl.data.batches import Loading, Request, joined, read
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.errors import InvalidTypeError
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError, UnknownNameError
 
 
 class Tokens(Dataset):
@@ -237,7 +238,7 @@ def test_avalanche_benchmarks(quiet):
     stream = FederatedStream.from_avalanche(parts, split=Split(0.0), partition=IID(2), seed=0)
     stream.setup("fit")
     assert [sum(map(len, current.values())) for current in stream.plan.train] == [12, 18]
-    with pytest.raises(ValueError, match="Expected at least one experience but got none"):
+    with raises(MissingValueError, "train"):
         FederatedStream.from_avalanche([])
 
 
@@ -251,7 +252,7 @@ def test_a_request_changes_no_generator():
 
 
 def test_samples_that_cannot_be_joined():
-    with pytest.raises(ValueError, match=r"Expected samples of one shape to join but got \(2,\) and \(3,\)"):
+    with raises(InvalidValueError, "x"):
         joined([{"a": torch.zeros(1, 2)}, {"a": torch.zeros(1, 3)}])
 
 
@@ -309,18 +310,14 @@ def test_names_of_classes_number_labels_that_are_names():
     stream = FederatedStream.from_arrays(x, y, classes=["walk", "run", "sit"], scenario=ClassIncremental(1))
     stream.setup("fit")
     assert stream.classes == ("walk", "run", "sit") and stream.y[:4].tolist() == [2, 0, 2, 0]
-    message = r"among the classes walk, run but got sit\. Leave .* name every class\."
-    with pytest.raises(ValueError, match=message):
+    with raises(UnknownNameError, "y"):
         FederatedStream.from_arrays(x, y, classes=["walk", "run"])
 
 
 @pytest.mark.parametrize("labels", [[0.0, 1.0, np.nan], np.array(["a", "b", None], dtype=object), [0.0, np.inf, 1.0]])
 def test_missing_labels_are_refused(labels):
     x, y = items(labels, 12, "arrays")
-    message = (
-        r"^Expected `y` to have a finite target for each sample, but got (nan|None|inf) for sample [12] \(4 of 12 "
-    )
-    with pytest.raises(ValueError, match=message):
+    with raises(InvalidValueError, "y"):
         FederatedStream.from_arrays(x, y)
 
 

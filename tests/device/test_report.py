@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 import yaml
+from raising import raises
 from torch import nn
 
 from lightning_fcl import Classifier, ReservoirClassifier
@@ -10,6 +11,7 @@ from lightning_fcl.cli.main import main
 from lightning_fcl.device.footprint import measure
 from lightning_fcl.device.report import SHIPPED, device_report, read_device, read_link
 from lightning_fcl.device.trace import flop_counter
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import HARCNN, MLP, DSICNet, EchoStateNetwork
 from lightning_fcl.running.rows import recipes_folder
 
@@ -510,5 +512,5 @@ def test_a_recipe_is_needed(error_of, tmp_path):
 
 
 def test_reductions_that_match_nothing_are_refused(dsicnet):
-    with pytest.raises(ValueError, match=r"Expected the pattern `backbone.\*` in `reductions` to match"):
+    with raises(InvalidValueError, "reductions"):
         device_report(dsicnet, IMAGE, reductions={"backbone.*": "fixed"})

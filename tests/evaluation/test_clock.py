@@ -5,7 +5,9 @@ import math
 
 import numpy as np
 import pytest
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.headline import simulated_times, time_to
 from lightning_fcl.evaluation.metrics import curves, summarize
 from lightning_fcl.evaluation.results import write_csv
@@ -43,7 +45,7 @@ def test_time_to_accuracy_is_that_of_the_first_round_that_was_so_good():
     record = record_of([1, 5, 4, 9], [2.0, 0.5, 3.0, 1.0])
     assert [time_to(record, value) for value in (0.1, 0.5, 0.51, 0.9, 0.91)] == [2.0, 2.5, 6.5, 6.5, math.inf]
     assert time_to(record, 0.1, "nobody") == math.inf
-    with pytest.raises(ValueError, match="Expected a record with simulated seconds but it has none"):
+    with raises(InvalidValueError, "schedule"):
         time_to(record_of([1, 5]), 0.1)
 
 

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from raising import raises
 
 from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.headline import BANDWIDTHS, communication_time, volumes
 from lightning_fcl.federation.wire import TopK
 
@@ -40,7 +42,5 @@ def test_a_federation(fit, make_stream, make_task):
 
 @pytest.mark.parametrize("bandwidth", [0, -1, float("nan"), float("inf")])
 def test_what_is_no_bandwidth(bandwidth):
-    with pytest.raises(
-        ValueError, match=f"`bandwidth` to be a positive number of bytes per second but got {bandwidth}"
-    ):
+    with raises(InvalidValueError, "bandwidth"):
         communication_time(RECORD, bandwidth)

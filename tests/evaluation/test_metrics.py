@@ -5,7 +5,9 @@ import sys
 
 import numpy as np
 import pytest
+from raising import raises
 
+from lightning_fcl.errors import UnknownNameError
 from lightning_fcl.evaluation.metrics import (
     average_accuracy,
     backward_transfer,
@@ -217,7 +219,7 @@ def test_the_start_is_experience_0_of_the_server_alone():
 def test_stream_accuracies_of_a_model_that_was_not_tested():
     record = {**fine_tuning_record(), "rounds": []}
     assert np.isnan(stream_accuracies(record)).tolist() == [True, True]
-    with pytest.raises(ValueError, match=r'`model` to be .* or "server" but got "client2"'):
+    with raises(UnknownNameError, "model", value="client2"):
         stream_accuracies(record, "client2")
 
 

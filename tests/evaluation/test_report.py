@@ -9,7 +9,9 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import vl_convert
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError
 from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
 from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.metrics import curves, matrices, summarize
@@ -149,18 +151,18 @@ def test_a_page_of_one_task_compares_with_no_paper():
 
 def test_broken_results_are_named(tmp_path):
     path = tmp_path / "results.json"
-    with pytest.raises(FileNotFoundError, match=f"in {path} but found no such file"):
+    with raises(MissingFileError, value=path):
         read_results(tmp_path)
     path.write_text('{"seed": 0,')
-    with pytest.raises(ValueError, match=f"Expected {path} to hold JSON but got: Expecting"):
+    with raises(InvalidValueError, value=path):
         read_results(tmp_path)
     for other in ('{"seed": 0}', "[1]"):
         path.write_text(other)
-        with pytest.raises(ValueError, match=f"Expected {path} to be of format 1 but it is of none: it is damaged, or"):
+        with raises(InvalidValueError, "format"):
             read_results(tmp_path)
     write_results(tmp_path, {"seed": 0})
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(ValueError, match=f"Expected {path} to be as it was written but its checksum is another"):
+    with raises(InvalidValueError, value=path):
         read_results(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
@@ -336,9 +338,9 @@ def test_runs_side_by_side(tmp_path):
     curve = [row for row in rows if row["line"] == "Row one <b>" and row["round"] == 6]
     whole = next(row for row in curve if row["view"].startswith("server"))
     assert whole["value"] == pytest.approx(np.mean(finals), abs=1e-4) and whole["seeds"] == 3
-    with pytest.raises(ValueError, match="at least one run but got none"):
+    with raises(MissingValueError, "groups"):
         compare_page({})
-    with pytest.raises(FileNotFoundError, match="but found no results"):
+    with raises(MissingFileError, value=tmp_path / "nothing"):
         runs_below([tmp_path / "nothing"])
 
 

@@ -1,11 +1,11 @@
 """Reductions against independent NumPy."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import BUILT_IN, Aggregator, declare, resolve
 from lightning_fcl.federation.robust import Krum, TrimmedMean, krum, median, trimmed_mean
 
@@ -196,34 +196,24 @@ def test_later_rules_win():
 
 
 def test_unknown_reduction():
-    message = (
-        "Expected the reduction of `w` to be one of mean, sparse_mean, sum, none, download, fixed, median, "
-        "trimmed_mean, krum but got `average`."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "reductions"):
         declare({"w": torch.zeros(1)}, {"w": "average"})
 
 
 def test_pattern_without_a_match():
-    message = (
-        "Expected the pattern `had.*` in `reductions` to match an entry of the module's state but it matches none. "
-        "The entries are: body.w, head.w."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "reductions"):
         declare(dict.fromkeys(("body.w", "head.w"), torch.zeros(1)), {"had.*": "none"})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "median", "trimmed_mean", "krum"])
 def test_wrong_shape(reduction):
-    message = "Expected `w` of shape (2, 3), as the other clients sent it, but got (3, 2)."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "w"):
         aggregate(reduction, [torch.zeros(2, 3), torch.zeros(3, 2)])
 
 
 @pytest.mark.parametrize("trim", [-0.1, 0.5, 1])
 def test_wrong_trim(trim):
-    message = f"Expected `trim` to be at least 0 and below 0.5 but got {trim}."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "trim"):
         trimmed_mean(torch.zeros(4, 1), trim)
 
 

@@ -13,7 +13,9 @@ from threading import Barrier
 
 import pytest
 import torch
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import BUILT_IN, Aggregator
 from lightning_fcl.federation.exact import ExactSum, weighted_sum
 from lightning_fcl.federation.limbs import PIECE, Weights
@@ -210,12 +212,9 @@ def test_uploads_may_be_added_after_a_total():
 def test_what_cannot_be_added_is_refused_by_name(wrong):
     values = torch.ones(2, 3, dtype=torch.float64)
     values[1, 2] = wrong
-    message = (
-        f"Expected finite numbers below 8e270 in `head.w`, each times its weight, but got {abs(wrong)} and weights"
-    )
     for uploads in (values, values[1:]):
         aggregator = Aggregator({"head.w": Mean()})
-        with pytest.raises(ValueError, match=f"^{re.escape(message)} up to 2.0.$"):
+        with raises(InvalidValueError, "head.w"):
             aggregator.add_all({"head.w": uploads}, [2.0] * len(uploads), range(len(uploads)))
             aggregator.result({"head.w": torch.zeros(3, dtype=torch.float64)})
 
@@ -246,8 +245,7 @@ def test_a_sum_beyond_its_type_is_refused_by_name(value):
     aggregator = Aggregator({"w": Sum()})
     add(aggregator, value)
     add(aggregator, value)
-    message = f"Expected the sum of `w` in the range of `{value.dtype}` but it is beyond."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "w"):
         aggregator.result({"w": torch.zeros_like(value)})
     if value.dtype is not torch.uint8:
         add(aggregator, -value)

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from raising import raises
 
 from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.reductions import Fixed, Mean, Own, Reduction, Sum
 from lightning_fcl.federation.robust import Krum
@@ -114,7 +116,7 @@ def test_a_clock_goes_on_from_what_was_kept_of_it(at):
     rest.load_state_dict(kept)
     begun(rest, plan, 5, round=at)
     assert [rest.timed(round) for round in range(at, 30)] == [whole.timed(round) for round in range(at, 30)]
-    with pytest.raises(ValueError, match=f"Expected a round from {at} on but got 0, which has passed"):
+    with raises(InvalidValueError, "round", value=0):
         rest.timed(0)
     begun(rest, plan, 5)  # a fit from the beginning begins at 0 seconds
     fresh = FedBuff(speeds, 2)
@@ -135,7 +137,7 @@ def test_who_is_withdrawn_starts_no_more_and_the_round_at_hand_stays_as_it_is():
     assert not any(gone in timed.clients for timed in later)
     for client in plan.clients:
         drawn.withdraw(client)
-    with pytest.raises(ValueError, match="Expected at least one client with data in round 5 but none has any"):
+    with raises(InvalidValueError, "max_epochs"):
         schedule.timed(5)
 
 

@@ -5,10 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from raising import raises
 from torch import nn
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import EWC, ContinualMetrics, FedProto, LogitAdjustment
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation import protocol
 from lightning_fcl.federation.local_training import BringsLocalTrainer
 from lightning_fcl.tasks.classification import OutputsByTask
@@ -77,9 +79,12 @@ def test_names_that_a_module_has_by_chance(fit, make_stream, tmp_path):
     fit(Others(), make_stream(), ckpt_path=tmp_path / "last.ckpt", seed=0)
 
 
-@pytest.mark.parametrize("method", [EWC, FedProto, lambda: LogitAdjustment(prior="federation")])
-def test_a_method_asks_for_what_is_meant_so(fit, make_stream, method):
-    with pytest.raises(ValueError, match="beside `speaks_lightning_fcl = True`"):
+@pytest.mark.parametrize(
+    ("method", "argument"),
+    [(EWC, "sample_loss"), (FedProto, "embed"), (lambda: LogitAdjustment(prior="federation"), "num_classes")],
+)
+def test_a_method_asks_for_what_is_meant_so(fit, make_stream, method, argument):
+    with raises(InvalidValueError, argument):
         fit(Others(), make_stream(), [method()])
 
 
@@ -91,5 +96,5 @@ def test_networks_with_such_names(fit, make_stream):
 
     task = Classifier(Network(), 4)
     fit(task, make_stream(), [ContinualMetrics()])
-    with pytest.raises(ValueError, match="Expected a `model` with `embed"):
+    with raises(InvalidValueError, "model"):
         fit(task, make_stream(), [FedProto()])

@@ -4,8 +4,9 @@ import math
 import statistics
 
 import pytest
+from raising import raises
 
-from lightning_fcl.errors import MissingValueError
+from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError
 from lightning_fcl.federation.speeds import Speed, Speeds
 
 CSV = """client,seconds_per_sample,upload_bandwidth,latency
@@ -76,23 +77,23 @@ def test_every_client_has_a_time_for_its_samples():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "argument"),
     [
-        ({"seconds_per_sample": -1}, "Expected `seconds_per_sample` to be a finite number at least 0 but got -1"),
+        ({"seconds_per_sample": -1}, "seconds_per_sample"),
         (
             {"seconds_per_sample": math.nan},
-            "Expected `seconds_per_sample` to be a number or None, but got nan. Use a finite number",
+            "seconds_per_sample",
         ),
-        ({"upload_bandwidth": 0}, "Expected `upload_bandwidth` to be a finite number above 0 but got 0"),
-        ({"download_bandwidth": math.inf}, "Expected `download_bandwidth` to be a finite number above 0 but got inf"),
-        ({"latency": -1}, "Expected `latency` to be a finite number at least 0 but got -1"),
-        ({"spread": -0.1}, "Expected `spread` to be a finite number at least 0"),
-        ({"clients": {"a": {"latencies": 3}}}, "client a to name .* argument 'latencies'"),
-        ({"clients": {"a": {"latency": -3}}}, "client a .* `latency` to be a finite number at least 0 but got -3"),
+        ({"upload_bandwidth": 0}, "upload_bandwidth"),
+        ({"download_bandwidth": math.inf}, "download_bandwidth"),
+        ({"latency": -1}, "latency"),
+        ({"spread": -0.1}, "spread"),
+        ({"clients": {"a": {"latencies": 3}}}, "a"),
+        ({"clients": {"a": {"latency": -3}}}, "a"),
     ],
 )
-def test_what_is_no_speed_is_refused_by_name(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_is_no_speed_is_refused_by_name(arguments, argument):
+    with raises(InvalidValueError, argument):
         Speeds(**arguments)
 
 
@@ -119,5 +120,5 @@ def test_a_file_that_is_none_of_speeds_is_refused_by_name(tmp_path, name, text, 
 
 @pytest.mark.parametrize("name", ["no.csv", "no.yaml"])
 def test_a_file_that_is_not_there_is_named(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match=name):
+    with raises(MissingFileError, value=tmp_path / name):
         Speeds(0.1, file=str(tmp_path / name))

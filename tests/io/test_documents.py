@@ -7,7 +7,9 @@ from typing import Literal
 
 import pytest
 import yaml
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.io.safe_yaml import NODES, SIZE, check_yaml, parse, read_yaml
 
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
@@ -49,9 +51,9 @@ def test_ordinary_documents_are_read_as_recipes_are(tmp_path):
 def test_what_is_no_text_or_never_ends_is_refused(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ValueError, match=r"Expected .*recipe.yaml to be YAML but got: 'utf-8' codec"):
+    with raises(InvalidValueError, value=path):
         read_yaml(path)
-    with pytest.raises(ValueError, match="got a device"):
+    with raises(InvalidValueError, value=tmp_path.__class__(os.devnull)):
         read_yaml(tmp_path.__class__(os.devnull))
     with pytest.raises(FileNotFoundError):
         read_yaml(tmp_path / "none.yaml")
@@ -73,19 +75,20 @@ def test_a_document_is_read_by_its_fields():
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "argument", "code"),
     [
-        ({"number": 3, "wrod": "b"}, r"Expected number, word, many in here but got wrod\. Did you mean word\?"),
-        ({}, "Expected here to be understood but got: the following arguments are required: number"),
-        ({"number": "many"}, "key \"number\": Expected a <class 'int'>. Got value: many"),
-        ({"number": 3, "word": "c"}, "Got value: c"),
-        ({"number": 3, "many": {"x": "y"}}, "here to be understood"),
-        ([3], r"Expected here to hold values by name but got '\[3\]'"),
-        (None, "Expected here to hold values by name but got 'None'"),
+        ({"number": 3, "wrod": "b"}, "wrod", "unknown-name"),
+        ({}, None, "not-understood"),
+        ({"number": "many"}, None, "not-understood"),
+        ({"number": 3, "word": "c"}, None, "not-understood"),
+        ({"number": 3, "many": {"x": "y"}}, None, "not-understood"),
+        ([3], None, "invalid-value"),
+        (None, None, "invalid-value"),
     ],
 )
-def test_what_a_document_may_not_say_is_refused(content, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_a_document_may_not_say_is_refused(content, argument, code):
+    kind = UnknownNameError if argument else InvalidValueError
+    with raises(kind, argument, code=code):
         parse(Toy, content, "here", thing=None)
 
 

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 
 from lightning_fcl.callbacks import CCVR, ContinualMetrics, Fed3R
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.heads import decoupled_logits, draw_gaussian, gaussian, last_layer
 from lightning_fcl.models import MLP
 
@@ -108,7 +110,7 @@ def test_only_an_experiences_last_round_calibrates_and_classes_to_come_stay(fit,
 def test_a_last_layer_without_a_bias_is_refused(fit, make_stream, make_task, kind):
     without = MLP([6, 5, 4])
     without[-1] = torch.nn.Linear(5, 4, bias=False)
-    with pytest.raises(ValueError, match=r"Expected a module whose last layer is an `nn\.Linear` with a bias"):
+    with raises(InvalidValueError, "module"):
         fit(make_task(model=without), make_stream(), [kind()])
 
 

@@ -1,6 +1,5 @@
 """What methods declare, how they go together, and the driver's small parts."""
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -11,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 from torch import nn
 
 from lightning_fcl import methods as library
 from lightning_fcl.callbacks import AGEM, EWC, GEM, FedProto, FedRep, FedViT, FLwF, FLwF2T, ICaRL, Replay
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import argument, at_least
+from lightning_fcl.errors import InvalidStateError, InvalidTypeError, InvalidValueError, argument, at_least
 from lightning_fcl.federation.obstacles import Reason
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of
@@ -161,9 +161,9 @@ def test_who_uses_a_method():
 
 
 def test_what_a_client_outside_of_a_trainer_does_not_have():
-    with pytest.raises(RuntimeError, match="Expected a client that trains with `Penalised` but none does"):
+    with raises(InvalidStateError, "client"):
         _ = Penalised().client
-    with pytest.raises(RuntimeError, match=r"Expected a client of a Trainer for `client\.module` but got one of none"):
+    with raises(InvalidStateError, "module"):
         _ = Client().module
 
 
@@ -172,28 +172,28 @@ def test_what_stands_for_several_clients_has_no_part(fit, make_stream, make_task
         def penalty(self, client, step):
             return 0.0 * client.part.round
 
-    with pytest.raises(ValueError, match=r"`Looks` cannot be vectorized .*several train side by side"):
+    with raises(InvalidValueError, "cohort_size"):
         fit(make_task(), make_stream(), [Looks()], cohort_size=3)
     strategy = fit(make_task(), make_stream(), [Looks()]).strategy
     assert strategy.why_one_at_a_time.reason is Reason.METHOD_FAILS
 
 
 @pytest.mark.parametrize(
-    ("methods", "message"),
+    ("methods", "value"),
     [
-        ([FLwF(0.3), EWC(), Halved()], "at most one method that weighs the task loss but got FLwF and Halved. Remove"),
-        ([GEM(3), AGEM(3)], "at most one method that changes the gradient but got GEM and AGEM. Remove one."),
-        ([FedProto(), ICaRL(3)], "at most one method that predicts by a rule of its own but got FedProto and ICaRL."),
-        ([FedViT(), FedRep()], "at most one method that trains parts of the module in stages but got FedViT and Fed"),
+        ([FLwF(0.3), EWC(), Halved()], ["FLwF", "Halved"]),
+        ([GEM(3), AGEM(3)], ["GEM", "AGEM"]),
+        ([FedProto(), ICaRL(3)], ["FedProto", "ICaRL"]),
+        ([FedViT(), FedRep()], ["FedViT", "FedRep"]),
     ],
 )
-def test_methods_that_cannot_work_together_are_refused_before_a_fit(fit, make_stream, make_task, methods, message):
-    with pytest.raises(ValueError, match=f"^Expected {re.escape(message)}"):
+def test_methods_that_cannot_work_together_are_refused_before_a_fit(fit, make_stream, make_task, methods, value):
+    with raises(InvalidValueError, "callbacks", value=value):
         fit(make_task(), make_stream(), methods)
 
 
 def test_a_method_twice_is_refused():
-    with pytest.raises(ValueError, match=r"^Expected each method once but got `EWC` 2 times\. Remove the others\.$"):
+    with raises(InvalidValueError, "callbacks", value="EWC"):
         check_compatible([EWC(1.0), Halved(), EWC(2.0)])
 
 
@@ -333,8 +333,7 @@ KINDS = {kind.__name__: kind for kind in KINDS if issubclass(kind, Method) and k
     ],
 )
 def test_what_needs_a_federation_refuses_a_plain_trainer(make_task, samples, train, name):
-    message = f'a Trainer with `strategy="federated"` for `{name}` but got a plain one: {KINDS[name].needs.federation}'
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with raises(InvalidValueError, "strategy"):
         train(make_task(), [KINDS[name]()], samples())
 
 
@@ -346,12 +345,7 @@ def test_clients_train_one_at_a_time_with_some_methods_only():
 
 @pytest.mark.parametrize("name", ["AGEM", "APFL", "BCN", "DERpp", "EWC", "GEM", "LVTMethod"])
 def test_a_module_must_state_its_loss_apart(samples, train, name):
-    message = (
-        f"Expected a module that states its loss apart for `{name}`, as `Classifier` does in "
-        "`sample_loss(output, y)`, but got a `Bare`. Use a `Classifier`, or define it beside "
-        "`speaks_lightning_fcl = True`."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "sample_loss"):
         train(Bare(), [KINDS[name]()], samples())
 
 
@@ -375,16 +369,15 @@ def test_arguments_are_fields_or_those_of_a_constructor():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "expected"),
     [
-        ({"strength": None}, "Expected `strength` to be given but got None. Leave it out for 1.0."),
+        ({"strength": None}, (InvalidTypeError, "strength")),
         (
             {"clients": "some"},
-            'Expected `clients` to be "all", "unbalanced" or a list of strings, but got "some". Leave it out for the '
-            'default, "all".',
+            (InvalidValueError, "clients"),
         ),
     ],
 )
-def test_fields_are_checked(arguments, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+def test_fields_are_checked(arguments, expected):
+    with raises(*expected):
         Declared(**arguments)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from raising import raises
 
 from lightning_fcl.callbacks import APFL, Ditto
+from lightning_fcl.errors import InvalidValueError
 
 from .test_apfl import OPTIMIZERS, by_hand
 
@@ -42,5 +44,5 @@ def test_it_goes_beside_apfl(fit, make_stream, make_task):
 
 
 def test_accumulated_gradients_are_refused(fit, make_stream, make_task):
-    with pytest.raises(ValueError, match="Expected `accumulate_grad_batches=1` for `Ditto`"):
+    with raises(InvalidValueError, "accumulate_grad_batches"):
         fit(make_task(), make_stream(), [Ditto()], trainer_args={"accumulate_grad_batches": 2})

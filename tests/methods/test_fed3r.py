@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 
 from lightning_fcl import FederatedStream, Swarm
 from lightning_fcl.callbacks import Fed3R
 from lightning_fcl.data.scenarios import ODFCLScenario
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.heads import last_layer
 
 from .test_ccvr import still
@@ -109,5 +111,5 @@ def test_sums_travel_once_in_an_experience(fit, make_stream, make_task):
 
 
 def test_samples_that_come_again_are_refused(fit, make_stream, make_task):
-    with pytest.raises(ValueError, match='Expected a stream with `history="round"` for `Fed3R` but got "seen"'):
+    with raises(InvalidValueError, "history", value="seen"):
         fit(make_task(), make_stream(history="seen"), [Fed3R()])

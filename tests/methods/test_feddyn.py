@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 
 from lightning_fcl.callbacks import CCVR, FOT, ContinualMetrics, Fed3R, FedDyn, FedNova, RegMean
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.fedbuff import FedBuff
 from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.federation.swarm import Swarm
@@ -79,22 +81,19 @@ def test_it_sends_what_fedavg_sends_and_leaves_own_parameters_alone(fit, make_st
 
 
 def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task):
-    for options, message in (
-        ({}, '`client_weights="uniform"` for `FedDyn`'),
-        (
-            {**UNIFORM, "server_optimizer": lambda params: torch.optim.SGD(params, lr=1.0)},
-            "got a `server_optimizer`",
-        ),
-        ({**UNIFORM, "swarm": Swarm(missing={"1": [0]})}, "for `FedDyn`, .* but got a `Swarm`"),
-        ({**UNIFORM, "schedule": FedBuff(Speeds(0.01), 2)}, "got a `FedBuff`"),
+    for options, argument in (
+        ({}, "client_weights"),
+        ({**UNIFORM, "server_optimizer": lambda params: torch.optim.SGD(params, lr=1.0)}, "FedDyn"),
+        ({**UNIFORM, "swarm": Swarm(missing={"1": [0]})}, "FedDyn"),
+        ({**UNIFORM, "schedule": FedBuff(Speeds(0.01), 2)}, "FedDyn"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with raises(InvalidValueError, argument):
             fit(make_task(), make_stream(), [FedDyn()], **options)
     for other in (FedNova(), FOT(), RegMean()):
-        with pytest.raises(ValueError, match=rf"for `{type(other).__name__}`, .* but got `FedDyn` before it"):
+        with raises(InvalidValueError, type(other).__name__, value="`FedDyn` before it"):
             fit(make_task(), make_stream(), [FedDyn(), other], **UNIFORM)
     for head in (CCVR(), Fed3R()):
-        with pytest.raises(ValueError, match=rf"for `FedDyn`, .* but got `{type(head).__name__}` before it"):
+        with raises(InvalidValueError, "FedDyn"):
             fit(make_task(), make_stream(), [head, FedDyn()], **UNIFORM)
-    with pytest.raises(ValueError, match=r"for `FedDyn`, .* but got `clients="):
+    with raises(InvalidValueError, "FedDyn"):
         fit(make_task(), make_stream(), [FedDyn(clients=["1"])], **UNIFORM)

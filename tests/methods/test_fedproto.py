@@ -3,10 +3,12 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from raising import raises
 from torch import nn
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import ContinualMetrics, FedProto, FLwF2T
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.prototypes import ClassSums, class_means
@@ -128,5 +130,5 @@ def test_beside_a_teacher(fit, make_stream, make_task):
 
 
 def test_a_module_without_features(fit, make_stream):
-    with pytest.raises(ValueError, match=r"Expected a `model` with `embed\(x\)` and `features`"):
+    with raises(InvalidValueError, "model"):
         fit(Classifier(nn.Linear(6, 4), 4), make_stream(), [FedProto()])

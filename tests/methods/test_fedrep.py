@@ -6,10 +6,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 from torch import nn
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedRep, FedViT
+from lightning_fcl.errors import InvalidValueError
 
 OWN = {"model.head.*": "none"}
 
@@ -113,7 +115,7 @@ def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
     task.model.head.bias.requires_grad_(False)
     learn = [p.requires_grad for p in task.parameters()]
     for method in (FedRep(), FedRep(head="model.tail.*"), FedViT()):
-        with pytest.raises(ValueError, match="for `Fed"):
+        with raises(InvalidValueError, "strategy"):
             L.Trainer(max_epochs=1, callbacks=[method], **quiet).fit(task, datamodule=make_stream(clients=1))
         with pytest.raises(ValueError, match="Expected"):
             fit(task, make_stream(), [method])
@@ -121,7 +123,7 @@ def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
 
 
 def test_refusals(fit, make_stream):
-    with pytest.raises(ValueError, match=r'has the reduction "mean". Give the strategy `reductions=\{"model.head.\*"'):
+    with raises(InvalidValueError, "reductions"):
         fit(make_task(), make_stream(), [FedRep()])
-    with pytest.raises(ValueError, match=r"`model.tail.\*` matches 0 of 6"):
+    with raises(InvalidValueError, "head"):
         fit(make_task(), make_stream(), [FedRep(head="model.tail.*")])

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 from torch import nn
 
 from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import InvalidTypeError
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.episodic import finite_pairs, past_tasks, remember_task, stratified
 from lightning_fcl.methods.method import Method
@@ -275,5 +277,5 @@ def test_goes_with_a_penalty(make_task, samples, train, assert_same):
 
 
 def test_what_are_no_pairs_is_not_remembered():
-    with pytest.raises(TypeError, match=r"Expected samples `\[x, y\]` to remember but got 3 parts"):
+    with raises(InvalidTypeError, "data"):
         remember_task(client_in(), [1, 2, 3], 1, generator())

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 
 from lightning_fcl.callbacks import GLFC, ContinualMetrics
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.experience import receive
 from lightning_fcl.methods.glfc import class_aware_weights
@@ -193,7 +195,7 @@ def test_the_proxy_server_rebuilds_a_moved_sample_of_each_class_of_each_client(f
 
 def test_a_proxy_server_is_refused_where_there_is_no_federation(make_task, train, samples):
     GLFC(proxy=False)
-    with pytest.raises(ValueError, match=r"for `GLFC\(proxy=True\)`"):
+    with raises(InvalidValueError, "strategy"):
         train(make_task(), [GLFC(proxy=True)], samples())
 
 

@@ -2,12 +2,12 @@
 
 import contextlib
 import copy
-import re
 
 import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 from torch import nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,6 +16,7 @@ from lightning_fcl import Classifier
 from lightning_fcl.callbacks import EWC, MAS, FedRep
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import load_dataset
+from lightning_fcl.errors import InvalidTypeError
 from lightning_fcl.methods import sample_gradients as module_under_test
 from lightning_fcl.methods.client import Client, Step, section
 from lightning_fcl.methods.functional import trainable
@@ -321,6 +322,5 @@ class Pair(L.LightningModule):
 
 
 def test_an_output_that_is_no_tensor_is_refused(samples, train):
-    message = "Expected `Pair.forward` to return a tensor but got tuple. Return the logits alone."
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidTypeError, "forward"):
         train(Pair(), [MAS()], samples())

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from raising import raises
 
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
 from lightning_fcl.data.batches import Batching, order_keys, plan_batches
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.wire import TopK
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
-
-
-def exactly(message):
-    return f"^{re.escape(message)}$"
 
 
 @pytest.fixture
@@ -343,13 +341,9 @@ def test_what_compression_leaves_over_drives_no_gain_too_low(fit, make_series_st
 
 
 def test_values_that_diverge_are_refused_and_the_server_keeps_its_own(fit, make_series_stream, make_reservoir_task):
-    message = (
-        "Expected gain and bias to stay finite but they diverged with eta=1e+308, sigma=0.1. Lower `eta`, raise "
-        "`sigma`, or set `normalize_grad=True`."
-    )
     for kwargs in ({}, {"strategy": "auto"}):
         task = make_reservoir_task()
-        with pytest.raises(ValueError, match=exactly(message)):
+        with raises(InvalidValueError, "eta"):
             fit(
                 task, make_series_stream(1, rounds_per_experience=3),
                 [IntrinsicPlasticity(eta=1e308, normalize_grad=False)], **kwargs,
@@ -385,11 +379,7 @@ def test_bytes_of_every_round(fit, make_series_stream, make_reservoir, make_rese
 
 
 def test_a_module_without_a_reservoir_is_refused(fit, make_stream, make_task):
-    message = (
-        "Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a `Classifier`, "
-        "which has no reservoir."
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
+    with raises(InvalidValueError, "module"):
         fit(make_task(), make_stream(), [IntrinsicPlasticity()])
 
 
@@ -398,12 +388,12 @@ def test_clients_that_change_experience_at_different_rounds_are_refused(fit, mak
     stream.setup("fit")
     first = next(iter(stream.plan.experiences))
     stream.plan.experiences[first] = (0, 1, 1, 1)
-    with pytest.raises(ValueError, match="Expected clients that pass from experience to experience in the same rounds"):
+    with raises(InvalidValueError, "scenario"):
         fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])
 
 
 def test_a_stream_without_a_round_to_adapt_in_is_refused(fit, make_series_stream, make_reservoir_task):
     for experiences in (1, 2):
-        with pytest.raises(ValueError, match=re.escape("Expected at least two rounds (epochs) for each experience")):
+        with raises(InvalidValueError, "max_epochs"):
             stream = make_series_stream(increments=experiences, rounds_per_experience=1)
             fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import quadprog
 import torch
+from raising import raises
 from scipy.optimize import lsq_linear
 from scipy.spatial.distance import cosine
 from scipy.stats import wasserstein_distance
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.methods.projection import agem, distance, flatten, most_dissimilar, project, unflatten
 
 pytestmark = pytest.mark.rounding
@@ -194,12 +196,15 @@ def test_what_is_not_finite_is_named(value):
             (gradient if row < 0 else constraints[row])[3] = value
         return gradient, constraints
 
-    for rows, names in (([-1], "the gradient"), ([2], "row 2 of the others"), ([-1, 0, 3], "the gradient, row 0 .*3")):
-        message = f"Expected finite gradients but got NaN, infinity or too large a number in {names}.*Lower"
+    for rows, names in (
+        ([-1], ["the gradient"]),
+        ([2], ["row 2 of the others"]),
+        ([-1, 0, 3], ["the gradient", "row 0 of the others", "row 3 of the others"]),
+    ):
         for function in (project, distance, lambda g, others: distance(g, others, "cosine")):
-            with pytest.raises(ValueError, match=message):
+            with raises(InvalidValueError, "gradient", value=names):
                 function(*poisoned(rows))
-    with pytest.raises(ValueError, match="in row 0 of the others"):
+    with raises(InvalidValueError, "gradient"):
         agem(torch.ones(2), torch.tensor([1.0, value]))
 
 

@@ -1,16 +1,16 @@
 """Replay: what stays in the memory, and what joins the batches."""
 
-import re
-
 import lightning.pytorch as L
 import pytest
 import torch
+from raising import raises
 
 from lightning_fcl import FederatedStream, randomness
 from lightning_fcl.callbacks import FedProx, ICaRL, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.methods.client import Client
 
 
@@ -104,11 +104,7 @@ def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, si
 
 
 def test_a_share_needs_a_stream(make_task, samples, train):
-    message = (
-        "Expected `max_size` to be a number of samples but got the share 0.5: only a `FederatedStream` tells how many "
-        "samples there will be. Pass a whole number, such as `max_size=200`."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "max_size"):
         train(make_task(), [Replay(0.5)], samples())
 
 
@@ -213,15 +209,11 @@ def test_other_methods_see_the_mixed_batch(make_task, samples, train, assert_sam
 
 
 def test_a_batch_that_is_no_list(make_task, samples, train):
-    message = (
-        "Expected a batch `[x, y]`, as the default collate function makes it, for `Replay` but got tuple. Return a "
-        "pair from your dataset."
-    )
 
     def pairs(items):
         return tuple(torch.stack(column) for column in zip(*items, strict=True))
 
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidTypeError, "batch"):
         train(make_task(), [Replay(update="round")], samples(), collate=pairs)
 
 
@@ -317,7 +309,7 @@ def test_what_wants_avalanches_own_loop_is_refused_by_name():
     class Own(policies.ReservoirSamplingBuffer):
         pass
 
-    with pytest.raises(TypeError, match="but got `Own`, which wants Avalanche's own training loop"):
+    with raises(InvalidTypeError, "buffer"):
         Replay(buffer=Own(3))
 
     class Curious(policies.ExemplarsSelectionStrategy):
@@ -325,11 +317,9 @@ def test_what_wants_avalanches_own_loop_is_refused_by_name():
             return strategy.experience
 
     method = Replay(buffer=policies.ParametricBuffer(3, None, Curious()), update="round")
-    with pytest.raises(
-        TypeError, match="`Curious` asks for `experience`, which only Avalanche's own training loop has"
-    ):
+    with raises(InvalidTypeError, "Curious", value="experience"):
         learn(method, [data([0] * 5)])
-    with pytest.raises(ValueError, match="Expected no `repeat` beside `buffer`"):
+    with raises(InvalidValueError, "repeat"):
         Replay(buffer=policies.ReservoirSamplingBuffer(3), repeat=True)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from raising import raises
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +16,7 @@ from lightning_fcl import FederatedStream, randomness
 from lightning_fcl.callbacks import FLwF2T, ICaRL, Method, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.errors import InvalidTypeError
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.vectorized import VectorizedTrainer
@@ -307,7 +308,7 @@ def test_a_resumed_fit_has_the_same_bits(fit, make_stream, make_task, tmp_path):
 def test_a_checkpoint_of_another_transform_is_refused(fit, make_stream, make_task, tmp_path):
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     fit(make_task(), make_stream(), [Replay(9, transform=Noise()), saver], trainer_args={"enable_checkpointing": True})
-    with pytest.raises(ValueError, match="Replay"):
+    with raises(InvalidValueError, "methods", code="other-recipe"):
         fit(make_task(), make_stream(), [Replay(9)], ckpt_path=tmp_path / "epoch=0.ckpt")
 
 

@@ -6,8 +6,10 @@ import itertools
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 
 from lightning_fcl.callbacks import SCAFFOLD, ContinualMetrics
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.averaging import gradient_weight
 from lightning_fcl.methods.client import section
@@ -170,15 +172,15 @@ def scheduled(task):
 
 
 def test_what_would_be_wrong_in_silence_is_refused(fit, make_stream, make_task):
-    with pytest.raises(ValueError, match=r"`client_weights=\"uniform\"` for `SCAFFOLD`.* but got 'samples'"):
+    with raises(InvalidValueError, "client_weights", value="samples"):
         fit(make_task(), make_stream(), [SCAFFOLD()])
     fit(make_task(), make_stream(clients=1), [SCAFFOLD()], max_epochs=1)
     adam, damped = torch.optim.Adam, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1)
-    for task, what in (
-        (make_task(lambda params: adam(params)), "'Adam'"),
-        (make_task(damped), "'SGD'.*'dampening': .0.1."),
-        (make_task(split), "'SGD', 'lr': .0.1, 0.2."),
-        (scheduled(make_task()), "'SGD'.* scheduled by step"),
+    for task in (
+        make_task(lambda params: adam(params)),
+        make_task(damped),
+        make_task(split),
+        scheduled(make_task()),
     ):
-        with pytest.raises(ValueError, match=f"Expected SGD without dampening, .* but got .*{what}"):
+        with raises(InvalidValueError, "optimizer"):
             fit(task, make_stream(), [SCAFFOLD()], **UNIFORM)

@@ -1,12 +1,12 @@
 """Batches whose samples cannot be stored: methods reject them before training, other parts train on them."""
 
 import functools
-import re
 
 import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -30,6 +30,7 @@ from lightning_fcl.callbacks import (
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.methods.batch_check import check_batch, check_stored
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models import MLP
@@ -100,12 +101,7 @@ def stream(kind):
 @pytest.mark.parametrize("make", METHODS)
 def test_method_that_stores_samples_rejects_batches_before_training(fit, make, kind):
     module, data = Net(), stream(kind)
-    message = (
-        f"Expected batches of tensors with a row for each sample for `{make.__name__}`, which works on single samples, "
-        f"but `x` is {KINDS[kind]}. Return tensors of one shape from the dataset or its `collate_fn`: pad sequences "
-        f"and encode text. Or remove `{make.__name__}`."
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with raises(InvalidTypeError, "x"):
         fit(module, data, [make()])
     assert not module.steps and not data.samples.x.reads  # the state of the dataset is restored
 
@@ -113,7 +109,7 @@ def test_method_that_stores_samples_rejects_batches_before_training(fit, make, k
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_trainer_rejects_batches_before_a_step(quiet, kind):
     module, loader = Net(), DataLoader(Samples(), batch_size=2, collate_fn=collate(kind))
-    with pytest.raises(TypeError, match=re.escape(f"but `x` is {KINDS[kind]}")):
+    with raises(InvalidTypeError, "x"):
         L.Trainer(max_epochs=1, callbacks=[Replay()], **quiet).fit(module, loader)
     assert not module.steps
 
@@ -145,8 +141,8 @@ class Own(Method):
 X, Y = torch.ones(2, 3), torch.zeros(2)
 FINE = [[X, Y], (X, Y), [{"a": X, "b": [X, X]}, Y]]
 WRONG = {
-    "0": [[X, torch.ones(3, 3)], Y],
-    "1": [X, [torch.zeros(3)] * 2],
+    "0.1": [[X, torch.ones(3, 3)], Y],
+    "1.0": [X, [torch.zeros(3)] * 2],
     "0.text": [{"a": X, "text": "a"}, Y],
     "0.a": [{"a": torch.zeros(())}, Y],
     "0.none": [{"none": None}, Y],
@@ -159,20 +155,20 @@ def test_check_stored_accepts_rows_of_samples_in_a_nest(batch):
     if isinstance(batch[0], torch.Tensor):
         check_batch(Replay(), batch)
     else:
-        with pytest.raises(TypeError, match="but `x` is a dict"):
+        with raises(InvalidTypeError, "x"):
             check_batch(Replay(), batch)
 
 
 @pytest.mark.parametrize("path", WRONG)
 def test_check_stored_other_values_are_rejected_by_path(path):
-    with pytest.raises(TypeError, match=f"but `{re.escape(path)}"):
+    with raises(InvalidTypeError, path):
         check_stored(Own(), WRONG[path])
 
 
 def test_check_batch_dict_accepts_tensors_with_a_row_for_each_sample():
     check_batch(Replay(), {"ids": X, "labels": Y})
     for other in ("a", ["a", "b"], torch.zeros(3), None, 1):
-        with pytest.raises(TypeError, match="but `other` is"):
+        with raises(InvalidTypeError, "other"):
             check_batch(Replay(), {"ids": X, "labels": Y, "other": other})
 
 
@@ -191,5 +187,5 @@ def test_replay_samples_of_other_lengths_are_rejected_with_advice(fit):
     data = FederatedStream.from_arrays(
         Samples(), torch.arange(48) % 4, scenario=scenario, partition=IID(2), seed=0, collate_fn=pad
     )
-    with pytest.raises(ValueError, match=r"of one shape to join but got .* Pad them to one, in `collate_fn`"):
+    with raises(InvalidValueError, "x"):
         fit(Padded(), data, [Replay(9, update="round")])

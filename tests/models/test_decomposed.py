@@ -1,10 +1,10 @@
 """The decomposed network: its weights by hand, and every sample's own task."""
 
 import copy
-import re
 
 import pytest
 import torch
+from raising import raises
 from torch import nn
 from torch.func import functional_call
 
@@ -141,20 +141,15 @@ def test_other_transformers(name):
 
 
 def test_what_it_refuses():
-    message = "Expected `tasks` to be at least 1 but got 0. Pass the number of experiences of the stream."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "tasks"):
         Decomposed(small(), 0)
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "threshold"):
         Decomposed(small(), 1, threshold=-1)
-    message = (
-        "Expected `layers` to match weights of linear or convolutional layers but `body.*` matches none of "
-        'head.weight. Use a pattern of layers, such as `layers="head.weight"`.'
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "layers"):
         Decomposed(SplitViT(nn.Flatten(), 12, image_size=2), 1)
-    with pytest.raises(ValueError, match="matches none of none"):
+    with raises(InvalidValueError, "layers"):
         Decomposed(nn.Sequential(nn.LayerNorm(3)), 1)
     model = Decomposed(small(), 1)
     model.begin(torch.tensor([0]))
-    with pytest.raises(ValueError, match="Expected at most 1 tasks, as many as `tasks` says, but another begins"):
+    with raises(InvalidValueError, "tasks", value=1):
         model.begin(torch.tensor([1]))

@@ -1,15 +1,15 @@
 """DyTox: the encoder once, tokens that do not see each other, logits of tasks in their classes' places."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
+from raising import raises
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.scenarios import FedViTScenario
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import DyTox
 from lightning_fcl.models.continual import TaskAttention
 
@@ -132,32 +132,31 @@ def test_a_stream_tells_the_classes():
         (tiny(), [(0, 1, 2), (3, 4, 5)]),
         (tiny([[0, 1], [2, 3], [4, 5]]), [(1, 4), (0, 5), (2, 3)]),
     ):
-        with pytest.raises(ValueError, match=re.escape("Expected the stream's tasks to be those of `DyTox`, [")):
+        with raises(InvalidValueError, "tasks"):
             changed.assign(blocks)
-    with pytest.raises(ValueError, match="to hold each of the 6 classes once"):
+    with raises(InvalidValueError, "tasks"):
         tiny().assign([(1, 7), (0, 5), (2, 3)])
 
 
 WRONG = {
-    "image": ({"image_size": 10}, "Expected `image_size` to be a multiple of 4 and at least 8 for ViT but got 10."),
-    "heads": ({"heads": 5}, "Expected `width` to be a multiple of `heads`=5 but got 12."),
-    "tasks": ({"tasks": 4}, "Expected `tasks` to divide `num_classes`=6 but got 4. Change it, or give the classes"),
-    "none": ({"tasks": 0}, "Expected `tasks` to divide `num_classes`=6 but got 0."),
-    "twice": ({"tasks": [[0, 1], [1, 2, 3, 4, 5]]}, "each of the 6 classes once, and no task to be empty, but got [0,"),
-    "empty": ({"tasks": [[], [0, 1, 2, 3, 4, 5]]}, "each of the 6 classes once, and no task to be empty"),
+    "image": ({"image_size": 10}, "image_size"),
+    "heads": ({"heads": 5}, "width"),
+    "tasks": ({"tasks": 4}, "tasks"),
+    "none": ({"tasks": 0}, "tasks"),
+    "twice": ({"tasks": [[0, 1], [1, 2, 3, 4, 5]]}, "tasks"),
+    "empty": ({"tasks": [[], [0, 1, 2, 3, 4, 5]]}, "tasks"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments(case):
-    options, message = WRONG[case]
-    with pytest.raises(ValueError, match=re.escape(message)):
+    options, argument = WRONG[case]
+    with raises(InvalidValueError, argument):
         tiny(**options)
 
 
 def test_other_images_are_refused():
-    message = "Expected images of shape (3, 8, 8) (channels, height, width) but got (3, 12, 12). Resize them, or build"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with raises(InvalidValueError, "image_size"):
         tiny()(torch.zeros(2, 3, 12, 12))
 
 

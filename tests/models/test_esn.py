@@ -1,11 +1,11 @@
 """Reservoirs against the recurrence written as a plain loop in NumPy."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import esn
 from lightning_fcl.models.esn import EchoStateNetwork
 
@@ -200,54 +200,43 @@ def test_no_graph_is_built(make_reservoir):
     assert not any(direction.requires_grad for direction in reservoir.plasticity(inputs(), 0.0, 0.1))
 
 
-def exactly(message):
-    return f"^{re.escape(message)}$"
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"in_features": 0}, "Expected `in_features` to be at least 1 but got 0."),
-        ({"units": 0}, "Expected `units` to be at least 1 but got 0."),
-        ({"layers": 0}, "Expected `layers` to be at least 1 but got 0."),
-        ({"washout": -1}, "Expected `washout` to be at least 0 but got -1."),
-        ({"leaking_rate": 0.0}, "Expected `leaking_rate` to be above 0 and at most 1 but got 0.0."),
-        ({"leaking_rate": 1.1}, "Expected `leaking_rate` to be above 0 and at most 1 but got 1.1."),
-        ({"spectral_radius": 0.0}, "Expected `spectral_radius` to be above 0 but got 0.0."),
+        ({"in_features": 0}, "in_features"),
+        ({"units": 0}, "units"),
+        ({"layers": 0}, "layers"),
+        ({"washout": -1}, "washout"),
+        ({"leaking_rate": 0.0}, "leaking_rate"),
+        ({"leaking_rate": 1.1}, "leaking_rate"),
+        ({"spectral_radius": 0.0}, "spectral_radius"),
         (
             {"input_scaling": float("nan")},
-            "Expected `input_scaling` to be a number, but got nan. Use a finite number, such as `input_scaling=1.0`.",
+            "input_scaling",
         ),
-        ({"bias_scaling": -0.1}, "Expected `bias_scaling` to be at least 0 but got -0.1."),
+        ({"bias_scaling": -0.1}, "bias_scaling"),
         (
             {"input_connectivity": 4},
-            "Expected `input_connectivity` to be a share above 0 and up to 1.0, or a number between 1 and 3, but got "
-            "4.",
+            "input_connectivity",
         ),
         (
             {"recurrent_connectivity": 1.5},
-            "Expected `recurrent_connectivity` to be a share above 0 and up to 1.0, or a number between 1 and 5, but "
-            "got 1.5.",
+            "recurrent_connectivity",
         ),
         (
             {"recurrent_connectivity": 0},
-            "Expected `recurrent_connectivity` to be a share above 0 and up to 1.0, or a number between 1 and 5, but "
-            "got 0.",
+            "recurrent_connectivity",
         ),
     ],
 )
-def test_wrong_arguments(options, message):
-    with pytest.raises(ValueError, match=exactly(message)):
+def test_wrong_arguments(options, argument):
+    with raises(InvalidValueError, argument):
         EchoStateNetwork(**{"in_features": 3, "units": 5, **options})
 
 
 def test_recurrent_weights_without_a_cycle_are_refused(monkeypatch):
     monkeypatch.setattr(esn, "_mask", lambda rows, columns, *_: torch.ones(rows, columns).triu(1))
-    message = (
-        "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones have none. "
-        "Raise `recurrent_connectivity` or `units`, or take another `seed`."
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
+    with raises(InvalidValueError, "recurrent_connectivity"):
         EchoStateNetwork(3, units=5, seed=0)
 
 
@@ -255,17 +244,9 @@ def test_recurrent_weights_without_a_cycle_are_refused(monkeypatch):
 def test_wrong_inputs(make_reservoir, call):
     reservoir = make_reservoir(washout=4)
     for shape in ((2, 9, 5), (9, 3)):
-        message = (
-            f"Expected inputs of shape (batch, time, 3) but got {shape}. Set the reservoir's `in_features` to the "
-            "data's number of features, and put time before features."
-        )
-        with pytest.raises(ValueError, match=exactly(message)):
+        with raises(InvalidValueError, "in_features"):
             call(reservoir, torch.zeros(shape))
-    message = (
-        "Expected sequences longer than the washout of 4 steps but got 4 steps. Lower `washout` or cut longer "
-        "sequences."
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
+    with raises(InvalidValueError, "washout"):
         call(reservoir, torch.zeros(2, 4, 3))
 
 
@@ -273,11 +254,7 @@ def test_wrong_inputs(make_reservoir, call):
 def test_series_that_are_not_finite_are_refused(make_reservoir, value):
     x = inputs()
     x[1, 3, 0] = x[3, 0, 2] = value
-    message = (
-        "Expected finite sequences but 2 of 4 hold NaN or infinite values, the first of them number 1 of the batch. "
-        "Mend or drop these sequences."
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
+    with raises(InvalidValueError, "x"):
         make_reservoir()(x)
 
 

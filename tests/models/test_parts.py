@@ -8,9 +8,11 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import LVT, DyTox, ViT, fcl_vit
 from lightning_fcl.models._parts import (
     as_map,
@@ -97,7 +99,7 @@ def test_there_is_a_patch_for_each_stride_or_an_error():
     fitting = 0
     for side, stride, kernel in product(range(1, 17), range(1, 6), range(1, 8)):
         if side % stride or kernel < stride or kernel > side or (stride == 1 and kernel % 2 == 0):
-            with pytest.raises(ValueError, match=f"patches of {kernel} x {kernel} every {stride} but got 64"):
+            with raises(InvalidValueError, "image_size", value=64):
                 patches(side, kernel, stride, image_size=64)
             continue
         unfolded = F.unfold(torch.zeros(1, 1, side, side), kernel, padding=margin(kernel, stride), stride=stride)
@@ -118,8 +120,8 @@ def test_sizes_of_which_no_block_can_be_made():
     for name, value in {"width": 0, "heads": 0, "depth": 0, "mlp_ratio": -1.0}.items():
         options = {"width": 192, "heads": 12, "depth": 1, "mlp_ratio": 4.0, name: value}
         for build in (check_blocks, partial(ViT, num_classes=2), partial(LVT, num_classes=2)):
-            with pytest.raises(ValueError, match=f"Expected `{name}` to be above 0 but got {value}"):
+            with raises(InvalidValueError, name, value=value):
                 build(**options)
     for model in (ViT, LVT):
-        with pytest.raises(ValueError, match="`patch_size`"):
+        with raises(InvalidValueError, "patch_size"):
             model(num_classes=2, patch_size=0)

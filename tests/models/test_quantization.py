@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.func import functional_call, vmap
@@ -12,6 +13,7 @@ from torch.func import functional_call, vmap
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.errors import InvalidValueError, MissingPackageError, MissingValueError
 from lightning_fcl.local.trial import why_not_padded
 from lightning_fcl.models import DSICNet, quantization
 from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm, quantize_backbone
@@ -183,7 +185,7 @@ def test_the_structure_needs_no_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e.quantize_pt2e", None)
     quantize_backbone(DSICNet(), None)
-    with pytest.raises(ModuleNotFoundError, match=r'Expected `torchao`.*pip install "lightning-fcl\[device\]"'):
+    with raises(MissingPackageError, value="torchao"):
         quantize_backbone(DSICNet(), digits()[:2])
 
 
@@ -253,17 +255,17 @@ def test_a_federation_trains_the_head_alone_in_a_cohort_as_one_by_one(fit):
 
 
 @pytest.mark.parametrize(
-    ("images", "message"),
+    "images",
     [
-        (torch.zeros(4, 1, 48, 64), r"1, 64, 48\) and finite numbers but got \(4, 1, 48, 64\)"),
-        (torch.zeros(0, 1, 64, 48), r"but got \(0, 1, 64, 48\)"),
-        (torch.zeros(1, 64, 48), r"but got \(1, 64, 48\)"),
-        (torch.full((2, 1, 64, 48), float("nan")), "finite numbers"),
+        torch.zeros(4, 1, 48, 64),
+        torch.zeros(0, 1, 64, 48),
+        torch.zeros(1, 64, 48),
+        torch.full((2, 1, 64, 48), float("nan")),
     ],
 )
-def test_bad_images_are_refused_and_change_nothing(images, message):
+def test_bad_images_are_refused_and_change_nothing(images):
     model = DSICNet()
-    with pytest.raises(ValueError, match=message):
+    with raises(InvalidValueError, "calibration"):
         quantize_backbone(model, images)
     assert not isinstance(model.backbone, Int8Backbone)
 
@@ -275,21 +277,21 @@ def with_backbone(*layers):
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "expected"),
     [
-        (with_backbone(nn.Conv2d(1, 1, 1), nn.Sigmoid()), "got Sigmoid at `1`"),
-        (with_backbone(nn.ReLU(), nn.Conv2d(1, 1, 1)), "got ReLU at `0`"),
-        (with_backbone(nn.BatchNorm2d(1), nn.Conv2d(1, 1, 1)), "got BatchNorm2d at `0`"),
-        (with_backbone(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")), "padded with zeros"),
-        (with_backbone(), "hold convolutions but got none"),
+        (with_backbone(nn.Conv2d(1, 1, 1), nn.Sigmoid()), (InvalidValueError, "model.backbone")),
+        (with_backbone(nn.ReLU(), nn.Conv2d(1, 1, 1)), (InvalidValueError, "model.backbone")),
+        (with_backbone(nn.BatchNorm2d(1), nn.Conv2d(1, 1, 1)), (InvalidValueError, "model.backbone")),
+        (with_backbone(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")), (InvalidValueError, "model.backbone")),
+        (with_backbone(), (MissingValueError, "model.backbone")),
     ],
 )
-def test_other_models_are_refused(model, message):
-    with pytest.raises(ValueError, match=message):
+def test_other_models_are_refused(model, expected):
+    with raises(*expected):
         quantize_backbone(model, None)
 
 
 @pytest.mark.seconds
 def test_a_quantised_model_is_refused(pair):
-    with pytest.raises(ValueError, match="got Int8Backbone at"):
+    with raises(InvalidValueError, "model.backbone"):
         quantize_backbone(pair[1], None)

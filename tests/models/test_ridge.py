@@ -1,12 +1,13 @@
 """The readout's sums and solutions against NumPy, and against exact arithmetic where they are ill-conditioned."""
 
-import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import RidgeReadout, ridge
 from lightning_fcl.models.ridge import accumulate, solve, square
 
@@ -105,32 +106,21 @@ def test_unlearned_is_never_seen(symmetric):
     same(readout, never, 1e-9)
 
 
-def exactly(message):
-    return f"^{re.escape(message)}$"
-
-
 def test_statistics_that_do_not_fit_are_refused():
     readout = fitted(samples(), tag=0xABC)
     before = {name: value.clone() for name, value in readout.state_dict().items()}
-    message = (
-        "Expected a readout of the reservoir abc but got one of def: other weights, gain or bias. Compute it again "
-        "with this reservoir."
-    )
     for change in (readout.add, readout.remove):
-        with pytest.raises(ValueError, match=exactly(message)):
+        with raises(InvalidValueError, "tag"):
             change(fitted(samples(), tag=0xDEF))
-    message = "Expected A and B of shapes (3, 8) and (8, 8) but got (3, 8) and (36,)."
-    with pytest.raises(ValueError, match=exactly(message)):
+    with raises(InvalidValueError, "A"):
         readout.remove(fitted(samples(), tag=0xABC, symmetric=True))
-    message = "Expected A and B of shapes (3, 8) and (8, 8) but got (2, 8) and (8, 8)."
-    with pytest.raises(ValueError, match=exactly(message)):
+    with raises(InvalidValueError, "A"):
         readout.remove(fitted(samples(outputs=2), tag=0xABC, outputs=2))
     assert all(torch.equal(value, before[name]) for name, value in readout.state_dict().items())
 
 
 def test_more_samples_than_there_are_cannot_be_taken_away():
-    message = "Expected a readout of at most 100 samples to take away but got 200, never added."
-    with pytest.raises(ValueError, match=exactly(message)):
+    with raises(InvalidValueError, "n"):
         fitted(samples(100)).remove(fitted(samples()))
     (readout := fitted(samples())).remove(fitted(samples()))
     assert readout.n == 0 and not readout.A.any()
@@ -152,11 +142,7 @@ def test_low_rank_keeps_the_leading_directions_of_what_is_merged(rank):
     np.testing.assert_allclose(merged.weight.numpy(), a @ space / (square + 0.1) @ space.T, rtol=0, atol=1e-9)
     if rank == 8:
         np.testing.assert_allclose(merged.weight.numpy(), by_numpy(states, targets, 0.1), rtol=0, atol=1e-9)
-    message = (
-        f"Expected a readout with all of B to take samples away from but got one of rank {rank}: what was cut off of "
-        "all samples together tells nothing of some. Leave out `rank`."
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
+    with raises(InvalidValueError, "rank"):
         merged.remove(part)
 
 
@@ -273,9 +259,8 @@ def test_a_well_conditioned_matrix_warns_of_nothing(caplog):
 def test_statistics_that_are_not_finite_are_refused(value, where):
     readout = fitted(samples())
     getattr(readout, where)[0, 0] = value
-    message = "Expected finite statistics but they hold NaN or infinite values. Leave out whose they are."
     for call in (readout.solve, lambda: readout.solutions([1.0])):
-        with pytest.raises(ValueError, match=exactly(message)):
+        with raises(InvalidValueError, "A"):
             call()
 
 
@@ -304,5 +289,5 @@ def test_accumulating_adds_to_what_is_there(packed):
 
 @pytest.mark.parametrize("beta", [-1e-3, float("inf")])
 def test_wrong_beta(beta):
-    with pytest.raises(ValueError, match=exactly(f"Expected `beta` to be at least 0 and finite but got {beta}.")):
+    with raises(InvalidValueError, "beta"):
         RidgeReadout(2, 1, beta=beta)

@@ -1,12 +1,13 @@
 """T2T-ViT has the paper's parameters, and its soft splits are patches that overlap."""
 
 import math
-import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import T2TBody
 from lightning_fcl.models.hierarchical import TokenTransformer, _sinusoids, _soft_split
 
@@ -106,19 +107,19 @@ def test_positions_do_not_travel():
 
 
 WRONG = {
-    "heads": ({"heads": 3}, "Expected `width` to be a multiple of `heads`=3 but got 256."),
-    "odd": ({"width": 9, "heads": 3}, "Expected `width` to be even but got 9."),
-    "size": ({"image_size": 40}, "patches of 3 x 3 every 2 but got 40, which leaves 5 x 5 positions for them. Resize"),
+    "heads": ({"heads": 3}, "width"),
+    "odd": ({"width": 9, "heads": 3}, "width"),
+    "size": ({"image_size": 40}, "image_size"),
     "small": (
         {"image_size": 4},
-        "Expected `image_size` to suit patches of 7 x 7 every 4 but got 4, which leaves 4",
+        "image_size",
     ),
-    "gaps": ({"splits": ((2, 4),)}, "patches of 2 x 2 every 4 but got 224, which leaves 224 x 224 positions"),
+    "gaps": ({"splits": ((2, 4),)}, "image_size"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments(case):
-    changes, message = WRONG[case]
-    with pytest.raises(ValueError, match=re.escape(message)), torch.device("meta"):
+    changes, argument = WRONG[case]
+    with raises(InvalidValueError, argument), torch.device("meta"):
         T2TBody(**changes)

@@ -4,7 +4,9 @@ import re
 
 import pytest
 import yaml
+from raising import raises
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.figures import KINDS_OF_FIGURES
 from lightning_fcl.evaluation.table import Cell, Table, read_table, write_table
 from lightning_fcl.io.paths import inside
@@ -118,6 +120,6 @@ def test_tables_that_are_not_finished_are_refused(make_pages, toy, tmp_path):
 def test_a_table_of_a_scale_that_leads_elsewhere_is_refused(make_pages, toy, tmp_path, scale):
     write(tmp_path / "out", scale)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
-    with pytest.raises(ValueError, match="Expected a plain name of something inside"):
+    with raises(InvalidValueError, "name"):
         make_pages.main([tmp_path / "out"])
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -14,6 +15,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import FedProx
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidValueError
 
 OWNERS = np.array(["a", "b"])[np.arange(48) % 2]
 X = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
@@ -139,5 +141,5 @@ def test_several_optimizers_that_optimise_by_themselves_are_lightning_s_to_refus
 
 
 def test_methods_that_change_a_step_are_refused_beside_several_optimizers(fit):
-    with pytest.raises(ValueError, match=r"Expected one optimizer beside `FedProx`.*returned several. Leave"):
+    with raises(InvalidValueError, "configure_optimizers", value="FedProx"):
         fit(GAN(), stream_of("ab"), [FedProx(0.1)])

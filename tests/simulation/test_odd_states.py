@@ -5,10 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 from torch import nn
 from torchmetrics import CatMetric
 
-from lightning_fcl.errors import UnknownNameError
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.federation.swarm import Swarm
 
 
@@ -151,19 +152,19 @@ class LateBuffer(Base):
     "refused: what clients send could not go back",
 )
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "argument"),
     [
-        (Lazy, "Expected a module whose layers are made but `more.weight`, `more.bias` has no shape yet"),
-        (Lists, "Expected a state of tensors but `kept.value` is a list"),
-        (Copies, r"Expected `state_dict\(keep_vars=True\)` not to hold `model.0.weight`, .*, a copy"),
-        (Adapters, r"Expected `state_dict\(keep_vars=True\)` to hold `model.0.weight`, `model.0.bias`, which learns"),
-        (Bare, "Expected `state_dict` to take `keep_vars`"),
-        (Late, "a step of client 0 has made `more.weight`, `more.bias`. Make it in `__init__`"),
-        (LateBuffer, "a step of client 0 has made `more`. Make it in `__init__`"),
+        (Lazy, "more.weight"),
+        (Lists, "kept.value"),
+        (Copies, "model.0.weight"),
+        (Adapters, "model.0.weight"),
+        (Bare, "keep_vars"),
+        (Late, "more.weight"),
+        (LateBuffer, "more"),
     ],
 )
-def test_what_cannot_go_to_the_clients_and_back_is_named(fit, make_stream, make, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_go_to_the_clients_and_back_is_named(fit, make_stream, make, argument):
+    with raises(InvalidValueError, argument):
         fit(make(), make_stream(), cohort_size=1)
 
 
@@ -186,11 +187,7 @@ class Diverges(Callback):
 )
 def test_a_round_of_which_nothing_is_of_use_ends_the_fit(fit, make_stream, caplog):
     task, one, warned = Base(), Base(), Base()
-    message = (
-        r"^Expected uploads of round 1 that are of use but all were dropped: client 0 \(not finite: model.0.*\), "
-        r"client 1 .*, client 2 .*\. Lower the learning rate.* give the strategy `on_unusable_round=\"warn\"`\.$"
-    )
-    with pytest.raises(ValueError, match=message):
+    with raises(InvalidValueError, "on_unusable_round"):
         fit(task, make_stream(), [Diverges("012")], cohort_size=1, seed=0)
     fit(one, make_stream(), cohort_size=1, seed=0, max_epochs=1)
     fit(warned, make_stream(), [Diverges("012")], cohort_size=1, seed=0, on_unusable_round="warn")

@@ -1,6 +1,5 @@
 import contextlib
 import copy
-import re
 from collections import OrderedDict
 from functools import partial
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from raising import raises
 from torch import nn
 
 from lightning_fcl import FederatedStrategy, FederatedStream, client_model
@@ -16,7 +16,7 @@ from lightning_fcl.callbacks import APFL, ContinualMetrics, Ditto, FedProx, FedV
 from lightning_fcl.data.batches import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.federation.schedule import Participation
 
 
@@ -216,16 +216,16 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
 
 
 def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
-    with pytest.raises(ValueError, match=r"one of the stream's \(none before a fit\) but got 0"):
+    with raises(InvalidValueError, "client", value="0"):
         FederatedStrategy().client_state("0")
     task = make_task()
     trainer = fit(task, make_stream(), reductions={"model.3.*": "none"})
     before = snapshot(task)
-    with pytest.raises(ValueError, match=r"one of the stream's \(0, 1, 2\) but got seven"):
+    with raises(InvalidValueError, "client", value="seven"):
         trainer.strategy.client_state("seven")
-    with pytest.raises(ValueError, match=r"but got seven"), client_model(trainer, "seven"):
+    with raises(InvalidValueError, "client", value="seven"), client_model(trainer, "seven"):
         pass
-    with client_model(trainer, "1"), pytest.raises(ValueError, match="Expected one `client_model` at a time but got"):
+    with client_model(trainer, "1"), raises(InvalidValueError, "client", value="2"):
         client_model(trainer, "2").__enter__()
     with pytest.raises(RuntimeError, match="enough"), client_model(trainer, "1"):
         assert not equal(task.state_dict(), before)
@@ -310,48 +310,40 @@ def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
                 p.data *= 1e30 / p.data.abs().clamp(min=1e-20)  # beyond single precision
                 p.data *= p.data
 
-    message = (
-        "^Expected a server state of finite numbers but `model.1.weight`, .* is not finite after its optimizer's step. "
-        "Lower the learning rate of `server_optimizer`"
-    )
-    with pytest.raises(ValueError, match=message):
+    with raises(InvalidValueError, "model.1.weight"):
         fit(make_task(), make_stream(), server_optimizer=Diverging)
     task = make_task()
     task.model[1].weight.data[0, 0] = float("nan")
-    message = (
-        "Expected a server state of finite numbers but `model.1.weight` is not finite before a round, as the module "
-        "has it. Begin with a sound state."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with raises(InvalidValueError, "model.1.weight"):
         fit(task, make_stream())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "argument"),
     [
-        ({"local_epochs": 0}, "`local_epochs` to be at least 1 but got 0"),
-        ({"cohort_size": 0}, "`cohort_size`"),
-        ({"client_weights": "size"}, "`client_weights`"),
+        ({"local_epochs": 0}, "local_epochs"),
+        ({"cohort_size": 0}, "cohort_size"),
+        ({"client_weights": "size"}, "client_weights"),
     ],
 )
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_arguments(arguments, argument):
+    with raises(InvalidValueError, argument):
         FederatedStrategy(**arguments)
 
 
 def test_unknown_clients_are_named(fit, make_stream, make_task):
-    with pytest.raises(ValueError, match=r"of the stream's clients \(0, 1, 2\) but got seven"):
+    with raises(UnknownNameError, "names"):
         fit(make_task(), make_stream(), [FedProx(clients=["seven"])])
-    with pytest.raises(ValueError, match=r"but got x"):
+    with raises(UnknownNameError, "names"):
         fit(make_task(), make_stream(), client_weights={"0": 1, "1": 1, "2": 1, "x": 1})
-    with pytest.raises(ValueError, match=r"it gives none to 2\."):
+    with raises(InvalidValueError, "client_weights"):
         fit(make_task(), make_stream(), client_weights={"0": 1, "1": 1})
 
 
 def test_a_loader_that_is_no_stream_is_refused(make_task):
     data = torch.utils.data.TensorDataset(torch.zeros(8, 6), torch.zeros(8, dtype=torch.long))
     trainer = L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(ValueError, match="Expected a `FederatedStream`"):
+    with raises(InvalidValueError, "datamodule"):
         trainer.fit(make_task(), torch.utils.data.DataLoader(data))
 
 
@@ -369,7 +361,7 @@ def test_extra_state_is_refused(fit, make_stream, make_task):
         def set_extra_state(self, state):
             pass
 
-    with pytest.raises(ValueError, match=r"`model._extra_state` is extra state"):
+    with raises(InvalidValueError, "model._extra_state"):
         fit(make_task(model=Extra(6, 4)), make_stream())
 
 
@@ -389,7 +381,7 @@ def test_clients_may_be_numbers(fit, make_stream, make_task):
 
 
 def test_reserved_names_and_contradictions_in_streams(make_stream):
-    with pytest.raises(ValueError, match='not to be called "server"'):
+    with raises(InvalidValueError, "client"):
         make_stream(client=np.array(["server", "b"])[np.arange(240) % 2]).setup("fit")
     with pytest.raises(InvalidValueError, check=lambda error: error.argument == "class_order"):
         make_stream(class_order=[0, 1, 2, 3], order_per_client=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from raising import raises
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -19,6 +20,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.deployment.messages import encode_entry
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.robust import Median, TrimmedMean
 from lightning_fcl.simulation.checkpoint_content import readable
@@ -262,7 +264,7 @@ class Keeps(Callback):
 @pytest.mark.parametrize(("first", "rounds"), [(0, 0), (1, 1)], ids=["known before", "from the first round on"])
 def test_checkpoint_unreadable_state_ends_the_fit_by_the_first_round(fit, tmp_path, first, rounds):
     keeps, saves = Keeps(Path("a"), first), ModelCheckpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"`checkpoint\['callbacks'\]\['Keeps'\]\['value'\]` is a `\w*Path`"):
+    with raises(InvalidValueError, "checkpoint['callbacks']['Keeps']['value']"):
         fit(Net(), stream(), [keeps, saves], trainer_args={"enable_checkpointing": True})
     assert keeps.ended == rounds
     fit(Net(), stream(), [Keeps(Path("a"), first)])  # without checkpoints
@@ -277,6 +279,6 @@ def test_first_checkpoint_of_a_fit_is_read_back(fit, tmp_path):
 
     keeps = Keeps(0)
     options = {"trainer_args": {"enable_checkpointing": True}, "checkpoint_io": Broken()}
-    with pytest.raises(ValueError, match=r"the first checkpoint of the fit to be readable, but reading .*Broken"):
+    with raises(InvalidValueError, "checkpoint_io", value="Broken"):
         fit(Net(), stream(), [keeps, ModelCheckpoint(tmp_path)], **options)
     assert keeps.ended == 1

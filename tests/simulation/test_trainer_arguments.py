@@ -13,12 +13,14 @@ from lightning.pytorch.plugins import DoublePrecision, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer.connectors import callback_connector
+from raising import raises
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.models import MLP
 
 COHORTS = pytest.mark.parametrize("cohort_size", [1, "auto"])
@@ -102,21 +104,21 @@ def test_a_fit_has_at_least_so_many_rounds(fit, make_stream, make_task, assert_s
     "refused: other than 1.0; within a round there is no server state. Use `check_val_every_n_epoch`",
 )
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "argument"),
     [
-        ({"max_steps": 5}, "`max_steps=-1` and `min_steps=None` but got 5 and None: .* Use `max_epochs` and `min_epo"),
-        ({"min_steps": 5}, "`max_steps=-1` and `min_steps=None` but got -1 and 5: .* Use `max_epochs` and `min_epochs"),
-        ({"val_check_interval": 1}, "got 1 and 1: within a round .* Use `check_val_every_n_epoch`"),
-        ({"val_check_interval": 0.5}, "got 0.5 and 1: within a round .* Use `check_val_every_n_epoch`"),
-        ({"val_check_interval": "00:00:00:01"}, "got a time and 1: within a round .* Use `check_val_every_n_epoch`"),
-        ({"check_val_every_n_epoch": None, "val_check_interval": 2}, "got 2 and None: .* Use `check_val_every_n_ep"),
-        ({"check_val_every_n_epoch": None}, "got 1.0 and None: .* Use `check_val_every_n_epoch`"),
-        ({"check_val_every_n_epoch": 0}, "Expected `check_val_every_n_epoch` to be at least 1 but got 0"),
-        ({"accumulate_grad_batches": 0}, "Expected `accumulate_grad_batches` to be at least 1 but got 0"),
+        ({"max_steps": 5}, "max_steps"),
+        ({"min_steps": 5}, "min_steps"),
+        ({"val_check_interval": 1}, "val_check_interval"),
+        ({"val_check_interval": 0.5}, "val_check_interval"),
+        ({"val_check_interval": "00:00:00:01"}, "val_check_interval"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 2}, "check_val_every_n_epoch"),
+        ({"check_val_every_n_epoch": None}, "check_val_every_n_epoch"),
+        ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches"),
     ],
 )  # fmt: skip
-def test_what_would_go_across_clients_is_refused_by_name(fit, make_stream, make_task, arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_would_go_across_clients_is_refused_by_name(fit, make_stream, make_task, arguments, argument):
+    with raises(InvalidValueError, argument):
         fit(make_task(), make_stream(), trainer_args=arguments)
 
 

@@ -1,17 +1,17 @@
 """The analytic family on one task: whatever clients send, the server's solution is the paper's, by NumPy."""
 
-import re
-
 import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from raising import raises
 
 from lightning_fcl import FederatedStream, RidgeClassifier
 from lightning_fcl.callbacks import Unlearning
 from lightning_fcl.data.partition import IID, Dirichlet, Shards
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.models import MLP
 from lightning_fcl.models.ridge import GroupMoments, accumulate_groups
@@ -322,15 +322,15 @@ def test_who_was_out_of_reach_is_forgotten_whole(fit, kind, after):
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    "options",
     [
-        ({"share": "weights"}, "shares its weights: means cannot be taken apart."),
-        ({"share": "moments"}, "shares moments, which the server weighs by those of all clients of a round."),
-        ({"rank": 3}, "keeps the `rank` leading directions of all clients' samples: what one has added cannot be told"),
+        {"share": "weights"},
+        {"share": "moments"},
+        {"rank": 3},
     ],
 )
-def test_what_cannot_be_taken_apart_is_refused(fit, options, reason):
-    with pytest.raises(ValueError, match=re.escape(f"but got a `RidgeClassifier` that {reason}")):
+def test_what_cannot_be_taken_apart_is_refused(fit, options):
+    with raises(InvalidValueError, "module", value="RidgeClassifier"):
         fit(ridge(**options), streamed(arrays()), [Unlearning({"1": 0})])
 
 
@@ -354,20 +354,20 @@ def test_it_solves_in_a_plain_trainer(quiet, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"share": "sums"}, 'Expected `share` to be "statistics", "weights" or "moments", but got "sums".'),
-        ({"rank": 3, "gamma": 1.0}, "but got rank=3 and gamma=1.0 with `share=\"statistics\"`. Leave `rank`"),
-        ({"rank": 3, "share": "moments"}, "Expected `rank` or `gamma` alone, and with `share=\"statistics\"`"),
-        ({"gamma": 1.0, "share": "weights"}, "but got rank=None and gamma=1.0 with `share=\"weights\"`."),
-        ({"rank": 7}, "Expected `rank` to be between 1 and 6 but got 7."),
-        ({"gamma": -1.0}, "Expected `gamma` to be at least 0 but got -1.0."),
-        ({"random_features": 0}, "Expected `out_features` to be at least 1 but got 0."),
-        ({"share": "moments", "groups": 0}, "Expected `groups` to be at least 1 but got 0."),
+        ({"share": "sums"}, "share"),
+        ({"rank": 3, "gamma": 1.0}, "rank"),
+        ({"rank": 3, "share": "moments"}, "rank"),
+        ({"gamma": 1.0, "share": "weights"}, "rank"),
+        ({"rank": 7}, "rank"),
+        ({"gamma": -1.0}, "gamma"),
+        ({"random_features": 0}, "out_features"),
+        ({"share": "moments", "groups": 0}, "groups"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_does_not_go_together_is_refused(options, argument):
+    with raises(InvalidValueError, argument):
         ridge(**options)
 
 

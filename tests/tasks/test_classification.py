@@ -1,12 +1,11 @@
 """Classifiers that are told a sample's task: logits of its block alone, as if the others were not there."""
 
-import re
-
 import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from raising import raises
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,6 +14,7 @@ from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.models import MLP
 from lightning_fcl.tasks.classification import Regressor
@@ -89,28 +89,23 @@ def test_it_is_measured_within_the_task(fit):
 
 
 def test_a_stream_without_tasks_is_refused(fit, make_stream):
-    with pytest.raises(ValueError, match=r'as `scenario="fedvit"` does, for `task_incremental=True`'):
+    with raises(InvalidValueError, "task_incremental"):
         fit(Classifier(MLP([6, 5, 4]), 4, task_incremental=True), make_stream())
 
 
 @pytest.mark.parametrize("task_incremental", [True, False])
 def test_a_stream_with_more_classes_is_refused(fit, task_incremental):
     task = Classifier(MLP([5, 7, 4]), 4, task_incremental=task_incremental)
-    message = "Expected the task's `num_classes` to be at least the stream's 6 classes but got 4: some have no output."
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with raises(InvalidValueError, "num_classes"):
         fit(task, make_tasks())
 
 
 @pytest.mark.parametrize("outputs", [6, 18])
 def test_a_network_with_other_outputs_than_classes_is_refused(fit, make_stream, quiet, outputs):
     task = Classifier(nn.Linear(6, outputs), num_classes=12)
-    message = (
-        f"Expected a `model` with one output for each of `num_classes`=12 but got {outputs}. Give the network "
-        f"12 outputs, or set `num_classes={outputs}`."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with raises(InvalidValueError, "num_classes"):
         fit(task, make_stream())
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with raises(InvalidValueError, "num_classes"):
         L.Trainer(**quiet).test(task, DataLoader(TensorDataset(torch.zeros(4, 6), torch.arange(4)), 2), verbose=False)
 
 
@@ -145,20 +140,17 @@ def test_a_trained_task_tests_in_a_plain_trainer(fit, quiet):
 
 
 @pytest.mark.parametrize(
-    "optimizer, message",
+    "optimizer",
     [
-        (lambda parameters: torch.optim.SGD(parameters, lr=-1.0), "Invalid learning rate: -1.0. Mend its arguments"),
-        (
-            lambda parameters: torch.optim.SGD(parameters, momentum=None),
-            "not supported between instances of 'NoneType'",
-        ),
-        (lambda parameters: [*parameters], "to make a `torch.optim.Optimizer` but got list"),
+        lambda parameters: torch.optim.SGD(parameters, lr=-1.0),
+        lambda parameters: torch.optim.SGD(parameters, momentum=None),
+        lambda parameters: [*parameters],
     ],
 )
-def test_an_optimizer_that_cannot_be_made_is_named(optimizer, message):
-    with pytest.raises(ValueError, match=f"Expected `optimizer` .*{message}"):
+def test_an_optimizer_that_cannot_be_made_is_named(optimizer):
+    with raises(InvalidValueError, "optimizer"):
         Classifier(MLP([4, 2]), 2, optimizer).configure_optimizers()
-    with pytest.raises(ValueError, match=f"Expected `optimizer` .*{message}"):
+    with raises(InvalidValueError, "optimizer"):
         Regressor(MLP([4, 2]), 2, optimizer).configure_optimizers()
 
 

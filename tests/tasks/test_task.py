@@ -5,9 +5,11 @@ import functools
 import lightning.pytorch as L
 import pytest
 import torch
+from raising import raises
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy, HARClassifier
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.classification import RandomClassifier, Regressor
 from lightning_fcl.tasks.reservoir import ReservoirClassifier, ReservoirRegressor
@@ -76,40 +78,43 @@ def test_what_a_federation_trained_goes_on_where_it_stopped(fit, make_stream, tm
 def test_a_network_of_the_users_own_is_handed_in(saved):
     task = Classifier(Own(), 4, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     path = saved(task)
-    with pytest.raises(ValueError, match=r"Expected `model` to be handed in .*Own.* Hand in model=\.\.\. ."):
+    with raises(InvalidValueError, "model"):
         Classifier.load_from_checkpoint(path)
-    with pytest.raises(ValueError, match=r"Expected `optimizer` to be handed in .*lambda"):
+    with raises(InvalidValueError, "optimizer"):
         Classifier.load_from_checkpoint(path, model=Own())
     again = Classifier.load_from_checkpoint(path, model=Own(), optimizer=None)
     assert torch.equal(again.model.layer.weight, task.model.layer.weight) and again.optimizer is None
 
 
 @pytest.mark.parametrize(
-    "hyper_parameters, message",
+    ("hyper_parameters", "expected"),
     [
-        ({"optimizer": {"class_path": "os.system", "init_args": {"command": "{}"}}}, "`optimizer` to be handed in"),
-        ({"model": {"class_path": "os.system", "init_args": {"command": "{}"}}}, "`model` to be handed in"),
-        ({"optimizer": "os.system"}, "`Classifier.optimizer` to be of type"),
-        ({"model": "os.system"}, "`Classifier.model` to be of type Module but got 'os.system'"),
-        ({"model": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}}, "`Classifier.model` to be of type"),
-        ({"_class_path": "os.system", "command": "{}"}, "unexpected keyword argument '_class_path'"),
+        ({"optimizer": {"class_path": "os.system", "init_args": {"command": "{}"}}}, (InvalidValueError, "optimizer")),
+        ({"model": {"class_path": "os.system", "init_args": {"command": "{}"}}}, (InvalidValueError, "model")),
+        ({"optimizer": "os.system"}, (InvalidValueError, "Classifier.optimizer")),
+        ({"model": "os.system"}, (InvalidValueError, "Classifier.model")),
+        (
+            {"model": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}},
+            (InvalidValueError, "Classifier.model"),
+        ),
+        ({"_class_path": "os.system", "command": "{}"}, (UnknownNameError, "Classifier")),
         (
             {"_instantiator": "lightning.pytorch.cli.instantiate_module", "num_classes": 4},
-            "unexpected keyword argument '_instantiator'",
+            (UnknownNameError, "Classifier"),
         ),
-        ({"num_classes": "four"}, "`Classifier.num_classes` to be of type int but got 'four'"),
-        ({"num_classes": True}, "`Classifier.num_classes` to be of type int but got True"),
-        ([1, 2], "hyperparameters of .* to be a mapping"),
+        ({"num_classes": "four"}, (InvalidValueError, "Classifier.num_classes")),
+        ({"num_classes": True}, (InvalidValueError, "Classifier.num_classes")),
+        ([1, 2], (InvalidValueError, "hparams")),
     ],
 )
-def test_nothing_that_a_checkpoint_names_is_called(saved, tmp_path, hyper_parameters, message):
+def test_nothing_that_a_checkpoint_names_is_called(saved, tmp_path, hyper_parameters, expected):
     marker = tmp_path / "marker"
     own = Classifier(MLP([6, 5, 4]), 4)
     if isinstance(hyper_parameters, dict):
         text = repr(hyper_parameters).replace("{}", f"touch {marker}")
         hyper_parameters = {**own.hparams, **eval(text)}
     path = saved(own, hyper_parameters=hyper_parameters)
-    with pytest.raises(ValueError, match=message):
+    with raises(*expected):
         Classifier.load_from_checkpoint(path)
     assert not marker.exists()
 
@@ -118,15 +123,15 @@ def test_another_state_is_refused_by_name(saved):
     task = Classifier(MLP([6, 5, 4]), 4)
     state = task.state_dict()
     name = "model.1.weight"
-    for change, message in [
-        ({**state, name: state[name].clone().fill_(torch.nan)}, f"`{name}` has 30 of 30 that are not"),
-        ({**state, name: state[name][:2]}, f"`{name}` to be torch.float32 of shape .5, 6. but got .* of shape .2, 6."),
-        ({**state, name: state[name].double()}, f"`{name}` to be torch.float32 .* but got torch.float64"),
-        ({**state, name: 3}, f"`{name}` to be a tensor but got int"),
-        ({key: value for key, value in state.items() if key != name}, f"there is no `{name}`"),
-        ({**state, **{f"more.{n}": torch.zeros(1) for n in range(5)}}, "`more.0`, `more.1`, `more.2` and 2 more"),
+    for change, argument in [
+        ({**state, name: state[name].clone().fill_(torch.nan)}, name),
+        ({**state, name: state[name][:2]}, name),
+        ({**state, name: state[name].double()}, name),
+        ({**state, name: 3}, name),
+        ({key: value for key, value in state.items() if key != name}, name),
+        ({**state, **{f"more.{n}": torch.zeros(1) for n in range(5)}}, "more.0"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with raises(InvalidValueError, argument):
             Classifier.load_from_checkpoint(saved(task, state_dict=change))
     part = Classifier.load_from_checkpoint(saved(task, state_dict={name: state[name] + 1}), strict=False)
     assert torch.equal(part.model[1].weight, state[name] + 1)

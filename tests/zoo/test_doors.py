@@ -5,15 +5,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+from raising import raises
 
 from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
+from lightning_fcl.errors import FileAccessError, FileConflictError, InvalidValueError, MissingFileError
 from lightning_fcl.io.checksums import sha256
 from lightning_fcl.running.recipe import Recipe, Setting
 from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.zoo import verifying as recipes
 from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, write_list
 from lightning_fcl.zoo.registry import REGISTRY, collect, find, package_folder, register
+from lightning_fcl.zoo.verifying import UnknownRecipeError
 
 NAME = "mlp.digits.flwf2t_replay"
 NAMES = runpy.run_path(str(Path(__file__).parents[1] / "names.py"))
@@ -98,14 +101,14 @@ def test_links_to_elsewhere(registry, tmp_path, serve_folder, monkeypatch):
     own.rename(elsewhere)
     own.symlink_to(elsewhere)
     before = all_below(elsewhere)
-    with pytest.raises(ValueError, match="Expected a plain name of something inside"):
+    with raises(InvalidValueError, "name"):
         zoo.load(NAME)
-    with pytest.raises(ValueError, match="Expected a plain name of something inside"):
+    with raises(InvalidValueError, "name"):
         collect(package_folder() / NAME, registry.parent)
     cache.mkdir(parents=True)
     (cache / digest).symlink_to(elsewhere)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
-    with pytest.raises(ValueError, match="Expected a plain name of something inside"):
+    with raises(InvalidValueError, "name"):
         zoo.load(NAME)
     assert all_below(elsewhere) == before
 
@@ -116,13 +119,13 @@ def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
     mine = tmp_path / "mine" / NAME
     mine.mkdir(parents=True)
     (mine / CARD).write_text("of mine")
-    with pytest.raises(FileNotFoundError, match=f"Expected a YAML file at {mine / CONFIG} but there is none"):
+    with raises(MissingFileError, value=mine / CONFIG):
         collect(registry.parent / NAME, mine.parent)
     shutil.copy(package_folder() / "esn.ucihar.incfed" / CONFIG, mine)
-    with pytest.raises(FileExistsError, match=f"Expected {mine} to hold {NAME} but it holds another"):
+    with raises(FileConflictError, value=mine):
         collect(registry.parent / NAME, mine.parent)
     assert (mine / CARD).read_text() == "of mine" and {path.name for path in mine.parent.iterdir()} == {NAME}
-    with pytest.raises(OSError, match=rf"Expected to write {tmp_path / 'victim' / NAME} but got"):
+    with raises(FileAccessError, value=tmp_path / "victim" / NAME):
         collect(registry.parent / NAME, tmp_path / "victim")
 
 
@@ -150,5 +153,5 @@ def test_of_an_entrys_recipe_nothing_is_run_that_is_not_the_packages(told):
         layers = recipes_folder() / "quickstart.yaml", Setting(option.removeprefix("--"), value)
         agrees = recipes._recipe_mark(Recipe(layers))
         assert agrees["words"] == told["words"]
-    with pytest.raises(recipes.UnknownRecipeError, match="to be of a recipe of this package but its own is another"):
+    with raises(UnknownRecipeError, "recipe"):
         recipes.recipe_parts({**own, **agrees, **told}, NAME)

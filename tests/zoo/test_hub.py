@@ -11,8 +11,10 @@ import sys
 import threading
 
 import pytest
+from raising import raises
 
 from lightning_fcl import zoo
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -136,7 +138,7 @@ def test_a_changed_file_of_the_hub_is_refused(hub, commits):
 
 @pytest.mark.parametrize("name", ["hf:our/models", "hf:our/models@main"])
 def test_the_hub_is_asked_for_a_commit(name):
-    with pytest.raises(ValueError, match="and the 40 digits of a commit"):
+    with raises(InvalidValueError, "name"):
         zoo.load(name)
 
 

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 import torch
+from raising import raises
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import nn
 
 from lightning_fcl import zoo
+from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, SUMS, WEIGHTS, write_list
 from lightning_fcl.zoo.registry import REGISTRY, register
 
@@ -47,17 +49,17 @@ def test_samples_come_in_any_form(small_zoo, kind):
 
 
 @pytest.mark.parametrize(
-    ("x", "told", "message"),
+    ("x", "told", "argument"),
     [
-        (DIGITS.images[0], {}, r"Expected `x` of shape \(1, 8, 8\) .* but got \(8, 8\)"),
-        (DIGITS.images[:1, None] * 16, {}, "values of ink between 0.0 and 16.0 pixels of 16 but got 24"),
-        (DIGITS.images[:1, None] * float("nan"), {}, "finite but got 64 NaN"),
-        (DIGITS.images[:1, None], {"units": "of 255"}, "`units` to be pixels of 16 but got of 255"),
-        ([["a"]], {}, "to hold numbers but got <U1"),
+        (DIGITS.images[0], {}, "x"),
+        (DIGITS.images[:1, None] * 16, {}, "x"),
+        (DIGITS.images[:1, None] * float("nan"), {}, "x"),
+        (DIGITS.images[:1, None], {"units": "of 255"}, "units"),
+        ([["a"]], {}, "x"),
     ],
 )
-def test_what_was_measured_otherwise_is_refused(small_zoo, x, told, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_was_measured_otherwise_is_refused(small_zoo, x, told, argument):
+    with raises(InvalidValueError, argument):
         zoo.load(NAME).predict(x, **told)
 
 
@@ -91,23 +93,23 @@ def test_a_missing_file_is_named(small_zoo, folder, name):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "argument"),
     [
-        (lambda state: {k: v for k, v in state.items() if k != "1.bias"}, "there is no `1.bias`"),
-        (lambda state: state | {"more": torch.zeros(1)}, "there is `more` beside it"),
+        (lambda state: {k: v for k, v in state.items() if k != "1.bias"}, "1.bias"),
+        (lambda state: state | {"more": torch.zeros(1)}, "more"),
         (
             lambda state: state | {"1.bias": torch.zeros(3)},
-            r"`1.bias` to be .* of shape \(64,\) but got .* of shape \(3,\)",
+            "1.bias",
         ),
-        (lambda state: state | {"1.bias": torch.zeros(64, dtype=torch.long)}, "`1.bias` .* torch.int64"),
-        (lambda state: state | {"1.bias": torch.full((64,), torch.nan)}, "finite numbers but `1.bias` has 64"),
-        (lambda state: state | {"1.bias": state["1.bias"] + 1}, "to give the published outputs"),
+        (lambda state: state | {"1.bias": torch.zeros(64, dtype=torch.long)}, "1.bias"),
+        (lambda state: state | {"1.bias": torch.full((64,), torch.nan)}, "1.bias"),
+        (lambda state: state | {"1.bias": state["1.bias"] + 1}, "check"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(folder, change, message):
+def test_weights_that_do_not_fit_are_refused(folder, change, argument):
     save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
     relisted(folder)
-    with pytest.raises(ValueError, match=message):
+    with raises(InvalidValueError, argument):
         zoo.load(folder)
 
 
@@ -140,7 +142,7 @@ def test_a_class_of_ones_own_is_handed_in(folder):
     state = load_file(folder / WEIGHTS)
     save_file({f"inner.{name}": value for name, value in state.items()}, folder / WEIGHTS)
     relisted(folder, network={"class_path": "mine.Mine"})
-    with pytest.raises(ValueError, match=r"Hand in model=\.\.\."):
+    with raises(InvalidValueError, "model"):
         zoo.load(folder)
     assert zoo.load(folder, model=Mine()).predict(DIGITS.images[:1, None])[0].label == "0"
 
@@ -170,7 +172,7 @@ def test_names_and_versions(small_zoo, folder):
     assert zoo.load(f"{NAME}@1").entry.version == 1
     with pytest.raises(ValueError, match=r"Did you mean mlp\.digits.flwf2t_replay"):
         zoo.load("mlp.digit.flwf2t_replay")
-    with pytest.raises(ValueError, match="Expected the name of a published model"):
+    with raises(UnknownNameError, "name"):
         zoo.load(f"{NAME}@3")
 
 

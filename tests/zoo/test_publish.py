@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from raising import raises
 from safetensors.torch import load_file
 
 from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
+from lightning_fcl.errors import InvalidValueError, MissingFileError
 from lightning_fcl.running.parts import trained_parts
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, read_entry, read_files
 from lightning_fcl.zoo.publishing import publish
@@ -80,7 +82,7 @@ def test_heads_that_stay_with_clients_are_not_published(private, target, tensors
     folder = publish(private, "mlp.body", target, licence=LICENCE)
     model = zoo.load("mlp.body")
     assert model.classes == [] and model.entry.outputs == "features"
-    with pytest.raises(ValueError, match=r"names classes but mlp\.body gives features"):
+    with raises(InvalidValueError, "classes"):
         model.predict(np.zeros((1, 8, 8)))
     assert model.embed(np.zeros((1, 8, 8))).shape == (1, 64)
     published = torch.cat([value.float().flatten() for value in load_file(folder / WEIGHTS).values()])
@@ -134,20 +136,18 @@ def test_a_run_of_ones_own_recipe_is_compared_by_its_pair(plain, target):
 
 @pytest.mark.parametrize("name", ["../mine", "Mine", "mine/two", ""])
 def test_a_name_that_leads_elsewhere_is_refused(plain, target, name):
-    with pytest.raises(ValueError, match="Expected a name such as"):
+    with raises(InvalidValueError, "name"):
         publish(plain, name, target)
 
 
 @pytest.mark.parametrize("to", ["hf:models", "hf:our/models@main", "https://example.org/zoo"])
 def test_what_is_no_folder_or_repository_is_refused(plain, to):
-    with pytest.raises(
-        ValueError, match=r"Expected (`to` to be a folder|hf:organisation/repository to publish to) but got"
-    ):
+    with raises(InvalidValueError, "name" if to.startswith("hf:") else "to", value=to):
         publish(plain, "mlp.mine", to)
 
 
 def test_what_is_no_run_is_refused(tmp_path, target):
-    with pytest.raises((ValueError, FileNotFoundError), match=r"^Expected "):
+    with raises(MissingFileError, value=tmp_path / "results.json"):
         publish(tmp_path, "mlp.mine", target)
 
 
@@ -186,6 +186,6 @@ def test_what_is_no_entry_is_not_removed(plain, target):
     mine = target / "mlp.mine"
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("of mine")
-    with pytest.raises(FileNotFoundError, match=f"Expected {SUMS} in {mine} but found none"):
+    with raises(MissingFileError, value=mine / SUMS):
         publish(plain, "mlp.mine", target, licence=LICENCE)
     assert (mine / "thesis.txt").read_text() == "of mine" and {path.name for path in target.iterdir()} == {"mlp.mine"}

@@ -1,16 +1,16 @@
 """The CORe50 loader gives the pixels of the original folders, and names what is wrong with a copy."""
 
 import io
-import re
 
 import numpy as np
 import pytest
 from PIL import Image
+from raising import raises
 
 from lightning_fcl.data.datasets import photographs
 from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.errors import MissingValueError
 
-REMEDY = "Delete this copy and run `lightning-fcl data fetch core50`."
 # Sessions and objects whose numbers sort otherwise as text; one, two or three frames of each.
 SESSIONS, OBJECTS = (2, 3, 10, 11), (2, 10, 50)
 
@@ -107,9 +107,8 @@ def test_what_is_not_wholly_unpacked_is_named(tmp_path, put):
     (folder / "s10/o10/C_10_10_008.png").unlink()
     empty = tmp_path / "b" / "core50_128x128" / "s1" / "o1"
     empty.mkdir(parents=True)
-    for root, place, name in (("a", folder / "s10" / "o10", "C_10_10_000.png"), ("b", empty, "C_01_01_000.png")):
-        message = f"Expected {place} to hold frames such as `{name}` but got none: the archive is not wholly unpacked."
-        with pytest.raises(ValueError, match=re.escape(f"{message} {REMEDY}")):
+    for root, place in (("a", folder / "s10" / "o10"), ("b", empty)):
+        with raises(MissingValueError, value=place):
             photographs.load_core50(tmp_path / root)
 
 

@@ -4,9 +4,11 @@ import re
 
 import numpy as np
 import pytest
+from raising import raises
 
 from lightning_fcl.data.datasets import hhar
 from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.errors import MissingFileError
 
 HEADER = "Index,Arrival_Time,Creation_Time,x,y,z,User,Model,Device,gt"
 START = 1424696631913248572  # ns since 1970: more digits than a float holds
@@ -119,8 +121,7 @@ def test_users_devices_and_groups(tmp_path):
 def test_phones_alone_need_no_watch_files(tmp_path):
     folder = put(tmp_path, Watch_accelerometer=None, Watch_gyroscope=None, **both())
     assert len(hhar.load_hhar(tmp_path, devices=["nexus4"]).y) == 2
-    missing = re.escape(f"Expected the file {folder / 'Watch_accelerometer.csv'} but it is missing.")
-    with pytest.raises(FileNotFoundError, match=missing):
+    with raises(MissingFileError, value=folder / "Watch_accelerometer.csv"):
         hhar.load_hhar(tmp_path)
 
 

@@ -3,9 +3,11 @@
 import re
 
 import pytest
+from raising import raises
 
 from lightning_fcl.data import datasets
 from lightning_fcl.data.datasets.files import SOURCES
+from lightning_fcl.errors import InvalidValueError
 
 RUN = "Run `lightning-fcl data fetch {name}`, or"
 HAND = "Download the archive by hand from"
@@ -74,31 +76,24 @@ def test_nothing_there_says_what_to_do(tmp_path, name):
             call(name, tmp_path)
 
 
-KIND = "Expected `{}` to be of type {} but got {!r}."
-SHAPE = "Expected `size` to be two positive whole numbers, height and width, but got {}. Pass, for example, (64, 48)."
 OPTIONS = [
-    *(("tinyimagenet", {"size": size}, KIND.format("tinyimagenet.size", "int", size)) for size in (32.0, True)),
+    *(("tinyimagenet", {"size": size}, "tinyimagenet.size") for size in (32.0, True)),
+    *((name, {"size": 0}, "size") for name in ("cifar100", "core50", "fc100", "miniimagenet", "tinyimagenet")),
+    *(("lfw", {"size": size}, "size") for size in ((64,), (64, 48, 1), (0, 48), (64, -1), (64.0, 48), (True, 48))),
+    *(("lfw", {"size": size}, "lfw.size") for size in (None, [64, 48.0])),
+    ("orl", {"size": (64, 0)}, "size"),
     *(
-        (name, {"size": 0}, "Expected `size` to be at least 1 but got 0.")
-        for name in ("cifar100", "core50", "fc100", "miniimagenet", "tinyimagenet")
-    ),
-    *(
-        ("lfw", {"size": size}, SHAPE.format(repr(size)))
-        for size in ((64,), (64, 48, 1), (0, 48), (64, -1), (64.0, 48), (True, 48))
-    ),
-    *(("lfw", {"size": size}, "Expected `lfw.size` to be of type") for size in (None, [64, 48.0])),
-    ("orl", {"size": (64, 0)}, SHAPE.format("(64, 0)")),
-    *(
-        (name, {"normalize": "all"}, f"Expected `{name}.normalize` to be of type typing.Literal[")
+        (name, {"normalize": "all"}, f"{name}.normalize")
         for name in ("cifar100", "core50", "fc100", "hhar", "lfw", "miniimagenet", "orl", "tinyimagenet", "wesad")
     ),
-    ("wesad", {"device": "ankle"}, KIND.format("wesad.device", "typing.Literal['wrist', 'chest']", "ankle")),
-    ("hhar", {"features": "mean"}, KIND.format("hhar.features", "typing.Literal['raw', 'statistics']", "mean")),
-    ("ucihar", {"standardize": "axis"}, "Expected `ucihar.standardize` to be of type"),
+    ("wesad", {"device": "ankle"}, "wesad.device"),
+    ("hhar", {"features": "mean"}, "hhar.features"),
+    ("ucihar", {"standardize": "axis"}, "ucihar.standardize"),
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "message"), OPTIONS)
-def test_options_are_checked_before_files_are_looked_for(tmp_path, name, options, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+@pytest.mark.parametrize(("name", "options", "argument"), OPTIONS)
+def test_options_are_checked_before_files_are_looked_for(tmp_path, name, options, argument):
+    (value,) = options.values()
+    with raises(InvalidValueError, argument, value=value):
         datasets.load_dataset(name, tmp_path, **options)
