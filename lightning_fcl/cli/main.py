@@ -12,7 +12,7 @@ import tempfile
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from importlib import import_module
 from inspect import getdoc
 from pathlib import Path
@@ -20,9 +20,11 @@ from typing import ClassVar
 
 from lightning_fcl import __version__
 from lightning_fcl.errors import LightningFCLError, did_you_mean
+from lightning_fcl.evaluation.results import CONFIG
 from lightning_fcl.io.atomic import own_temporary_folder
 from lightning_fcl.library_errors import first_line
 from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file, take_settings
+from lightning_fcl.running.secret_values import secrets_of, text_without_secrets, words_without_secrets
 from lightning_fcl.running.stop import Stopped, end, stop
 
 
@@ -142,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not foreseen:
                 parser.exit(1, _write_traceback(error, words))
             where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
-            parser.exit(2, f"lightning-fcl: error: {error}\n{where}\n")
+            parser.exit(2, _without_secrets(f"lightning-fcl: error: {error}\n{where}\n", words))
 
 
 def command_of(place: str) -> Command:
@@ -158,13 +160,25 @@ def _write_traceback(error: Exception, words: Sequence[str]) -> str:
     with tempfile.NamedTemporaryFile(
         "w", prefix="lightning-fcl-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
-        file.write(f"lightning-fcl {shlex.join(words)}\n{here}\n\n{''.join(traceback.format_exception(error))}")
+        command = shlex.join(words_without_secrets(words)[0])
+        text = f"lightning-fcl {command}\n{here}\n\n{''.join(traceback.format_exception(error))}"
+        file.write(_without_secrets(text, words))
     where = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        f"lightning-fcl: error: an unexpected {type(error).__name__}: {first_line(error)}\n"
+        f"lightning-fcl: error: an unexpected {type(error).__name__}: {_without_secrets(first_line(error), words)}\n"
         f"It was raised in {where.filename}, line {where.lineno}. Its traceback is in {file.name}. If the file is "
         "yours, correct it. Otherwise please report it as an issue of lightning-fcl, with the traceback.\n"
     )
+
+
+def _without_secrets(text: str, words: Sequence[str]) -> str:
+    """Return a text with names in place of the secrets in the words of a command and in its recipes."""
+    secrets = words_without_secrets(words)[1]
+    for word in words:
+        path = Path(word.partition("=")[2] if word.startswith("--config=") else word)
+        with suppress(OSError, ValueError):  # a word that names no recipe
+            secrets += secrets_of(read_recipe_file(path / CONFIG if path.is_dir() else path))
+    return text_without_secrets(text, secrets)
 
 
 if __name__ == "__main__":
