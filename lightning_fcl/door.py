@@ -5,16 +5,20 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import LazyLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 # What Avalanche imports, for seconds, and uses in what is not used here: its loggers, its GEM, its downloads.
-WITH_AVALANCHE = ("GPUtil", "gdown", "qpsolvers", "wandb")
+_UNUSED = ("GPUtil", "gdown", "qpsolvers", "wandb")
+_WRITES = "avalanche.benchmarks.datasets.dataset_utils"  # it writes ~/.avalanche/config.json
 
 
 def lazy_names(
@@ -110,6 +114,47 @@ def put_off(*names: str) -> Iterator[None]:
     sys.meta_path.insert(0, finder)
     try:
         yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _SettingsOfAvalanche(Loader):
+    """A loader of Avalanche's settings that writes no file to the home directory."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        home = os.environ.get("HOME")
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["HOME"] = folder
+            try:
+                self._loader.exec_module(module)
+            finally:
+                del os.environ["HOME"]
+                os.environ |= {} if home is None else {"HOME": home}
+        vars(module)["AVALANCHE_CONFIG"]["dataset_location"] = str(Path("~/.avalanche/data").expanduser())
+
+
+@contextmanager
+def import_avalanche() -> Iterator[None]:
+    """Import Avalanche without the packages that are not used here, and without its files in the home directory."""
+
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        known = name != _WRITES or Path("~/.avalanche/config.json").expanduser().exists()
+        spec = None if known else PathFinder.find_spec(name, path, target)
+        if spec and spec.loader:
+            spec.loader = _SettingsOfAvalanche(spec.loader)
+        return spec
+
+    finder = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
+    try:
+        with put_off(*_UNUSED):
+            yield
     finally:
         sys.meta_path.remove(finder)
 

@@ -25,7 +25,7 @@ from lightning_fcl.annotations import (
     to_plain,
     words_of,
 )
-from lightning_fcl.door import WITH_AVALANCHE, put_off
+from lightning_fcl.door import import_avalanche
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -186,7 +186,7 @@ def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> 
 def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
     """Import a package that not everybody has, or say ``for_what`` it is needed ("which ...") and how to install it."""
     try:
-        with put_off(*WITH_AVALANCHE):
+        with import_avalanche():
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]

@@ -16,6 +16,8 @@ class LibraryError(Enum):
     VMAP_ITEM = r"vmap: .*\.item\(\)"
     VMAP_BRANCH = "data-dependent control flow"
     NO_TORCH_DEVICE = r"(?s)^(.*(?:backend found|torch_xla).*)$"
+    # torch, NumPy and the loader of shared libraries
+    NO_MEMORY = r"failed to map segment|[Cc]annot allocate|can't allocate memory|[Uu]nable to allocate|bad_alloc"
     # Lightning
     UNKNOWN_PLUGIN = r"^(You selected an invalid (\w+) name: `\w+='(\w+)'`\.)"
     UNKNOWN_METRIC = (

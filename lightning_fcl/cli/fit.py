@@ -26,6 +26,7 @@ from lightning_fcl.io.reading import read_text
 from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.running.recipe import Recipe, read_recipe_file
 from lightning_fcl.running.rows import Row, find_recipe, find_recipes
+from lightning_fcl.running.secret_values import secrets_of, text_without_secrets
 
 _HELPED = [
     "lightning_fcl",
@@ -92,7 +93,8 @@ class Fit(Command):
         with many_imports():  # after the errors that do not need them
             from lightning_fcl.running.fit import FitCLI, resolved_text, run
         if printed:
-            print(resolved_text(recipe, list(filter(None, options.print_config.split(",")))), end="")
+            text = resolved_text(recipe, list(filter(None, options.print_config.split(","))))
+            print(text_without_secrets(text, list(secrets_of(recipe.content()))), end="")
             return
         done = run("fit", recipe, FitCLI)
         if done.leaves_results:

@@ -29,6 +29,7 @@ from lightning_fcl.io.atomic import occupied, write_whole
 from lightning_fcl.io.reading import read_bytes, read_text
 from lightning_fcl.io.safe_yaml import load_yaml
 from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.running.secret_values import secrets_of, text_without_secrets
 from lightning_fcl.running.stop import Stopped, end_worker_with_parent, stop, threads_say_one_line
 
 T = TypeVar("T")
@@ -55,10 +56,11 @@ class Job:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the run would be another one."""
+        """SHA-256 of the recipe without its secrets, the seed and the version."""
         settings = Recipe(self.recipe.settings).words
         parts = [read_text(path) for path in self.recipe.files] + [str(self.seed), __version__, *settings]
-        return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
+        text = text_without_secrets("\x1f".join(parts), list(secrets_of(self.recipe.content())))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def needs(self, results: Mapping[str, Any]) -> bool:
         """Whether it has tasks that a run of it which has come to these results was not to train."""

@@ -12,17 +12,20 @@ import tempfile
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from importlib import import_module
 from inspect import getdoc
 from pathlib import Path
 from typing import ClassVar
 
 from lightning_fcl import __version__
-from lightning_fcl.errors import LightningFCLError, did_you_mean
+from lightning_fcl.errors import FileAccessError, LightningFCLError, did_you_mean
+from lightning_fcl.evaluation.results import CONFIG
 from lightning_fcl.io.atomic import own_temporary_folder
-from lightning_fcl.library_errors import first_line
+from lightning_fcl.io.paths import cache_folder
+from lightning_fcl.library_errors import LibraryError, first_line, match_error
 from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file, take_settings
+from lightning_fcl.running.secret_values import secrets_of, text_without_secrets, words_without_secrets
 from lightning_fcl.running.stop import Stopped, end, stop
 
 
@@ -82,6 +85,21 @@ A `class_path` may name a class in a file of the working directory, as in my_mod
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line."""
+    _open_standard_streams()
+    try:
+        try:
+            _run_command(arguments)
+        finally:
+            _flush()
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(128 + signal.SIGPIPE)
+    except FileAccessError as error:
+        sys.stderr.write(f"lightning-fcl: error: {error}\n")
+        sys.exit(2)
+
+
+def _run_command(arguments: Sequence[str] | None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     raw = argparse.RawDescriptionHelpFormatter
     lines = [f"  {name:15} {what}" for name, (_, what) in COMMANDS.items()]
@@ -100,10 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)} but got {command}.{hint}")
+    if sys.flags.optimize > 1:
+        said = "Expected Python with docstrings, from which charts and options are made, but got PYTHONOPTIMIZE=2."
+        parser.exit(2, f"lightning-fcl: error: {said} Unset PYTHONOPTIMIZE, or set it to 1.\n")
     # Recipes name classes of the working directory, as under `python -m`; workers take it over. It comes last: a file
     # there stands in for no module that is installed. The recipe's own folder does not count, so that a `config.yaml`
     # means what the recipe meant.
-    if (here := str(Path.cwd())) not in sys.path:
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        parser.exit(2, "lightning-fcl: error: Expected a working directory, but it was deleted. Go to another one.\n")
+    if here not in sys.path:
         sys.path.append(here)
     own = argparse.ArgumentParser(
         f"lightning-fcl {command}", formatter_class=raw, conflict_handler="resolve", allow_abbrev=False
@@ -124,13 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     rest, layers = take_settings(words[1:], own._option_string_actions)
                 for file in Recipe(tuple(layers)).files:
                     read_recipe_file(file)  # before anything is printed or imported
+                if asked.takes_settings:
+                    _set_matplotlib_folder()
                 options = own.parse_args(rest, argparse.Namespace(words=words[1:], layers=layers))
                 asked.run(options)
-            sys.stdout.flush()
+            _flush()
         except Stopped as stopped:
             parser.exit(128 + stopped.number, f"lightning-fcl: {stopped.message}\n")
         except BrokenPipeError:  # who reads the output, such as `head`, wants no more of it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             parser.exit(128 + signal.SIGPIPE)
         except Exception as error:
             foreseen = isinstance(error, _FORESEEN)
@@ -139,10 +166,61 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 end(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
             if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
+            if isinstance(error, MemoryError) or match_error(error, LibraryError.NO_MEMORY):
+                need = "Expected more memory, but the machine or a limit has none left. Raise the limit (ulimit -v)"
+                parser.exit(2, f"lightning-fcl: error: {need}, or use fewer --workers or a smaller `batch_size`.\n")
             if not foreseen:
                 parser.exit(1, _write_traceback(error, words))
             where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
-            parser.exit(2, f"lightning-fcl: error: {error}\n{where}\n")
+            parser.exit(2, _without_secrets(f"lightning-fcl: error: {error}\n{where}\n", words))
+
+
+def _open_standard_streams() -> None:
+    """Open the null device in place of a standard stream that is closed, so that no other file takes its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def _set_matplotlib_folder() -> None:
+    """Let Matplotlib, which other packages import, write to the cache, unless the user has settings for it."""
+    if "MPLCONFIGDIR" in os.environ or Path("~/.config/matplotlib").expanduser().exists():
+        return
+    folder = cache_folder() / "matplotlib"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.gettempdir(), "matplotlib")
+        folder.mkdir(exist_ok=True)
+    os.environ["MPLCONFIGDIR"] = str(folder)
+
+
+def _drop_output() -> None:
+    """Send the rest of the output to the null device. Otherwise, Python fails to write it when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _flush() -> None:
+    """Write what was printed.
+
+    Raises:
+        BrokenPipeError: If the reader of the output, such as ``head``, has ended.
+        FileAccessError: If the output cannot be written.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        raise FileAccessError(
+            f"Expected to write to standard output but got: {error}.", hint="Write it to another file."
+        ) from error
 
 
 def command_of(place: str) -> Command:
@@ -158,13 +236,25 @@ def _write_traceback(error: Exception, words: Sequence[str]) -> str:
     with tempfile.NamedTemporaryFile(
         "w", prefix="lightning-fcl-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
-        file.write(f"lightning-fcl {shlex.join(words)}\n{here}\n\n{''.join(traceback.format_exception(error))}")
+        command = shlex.join(words_without_secrets(words)[0])
+        text = f"lightning-fcl {command}\n{here}\n\n{''.join(traceback.format_exception(error))}"
+        file.write(_without_secrets(text, words))
     where = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        f"lightning-fcl: error: an unexpected {type(error).__name__}: {first_line(error)}\n"
+        f"lightning-fcl: error: an unexpected {type(error).__name__}: {_without_secrets(first_line(error), words)}\n"
         f"It was raised in {where.filename}, line {where.lineno}. Its traceback is in {file.name}. If the file is "
         "yours, correct it. Otherwise please report it as an issue of lightning-fcl, with the traceback.\n"
     )
+
+
+def _without_secrets(text: str, words: Sequence[str]) -> str:
+    """Return a text with names in place of the secrets in the words of a command and in its recipes."""
+    secrets = words_without_secrets(words)[1]
+    for word in words:
+        path = Path(word.partition("=")[2] if word.startswith("--config=") else word)
+        with suppress(OSError, ValueError):  # a word that names no recipe
+            secrets += secrets_of(read_recipe_file(path / CONFIG if path.is_dir() else path))
+    return text_without_secrets(text, secrets)
 
 
 if __name__ == "__main__":

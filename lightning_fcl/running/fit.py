@@ -30,7 +30,7 @@ from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, Federat
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.door import WITH_AVALANCHE, put_off
+from lightning_fcl.door import import_avalanche
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError, did_you_mean, one_of
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_results
@@ -42,6 +42,7 @@ from lightning_fcl.methods.method import Method
 from lightning_fcl.running.diagnosis import MODE, check_class_paths, convert_errors, explain_parser_error
 from lightning_fcl.running.recipe import Recipe, take_settings
 from lightning_fcl.running.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
+from lightning_fcl.running.secret_values import with_variables
 from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
 
 CLI = TypeVar("CLI", bound="FederatedCLI")
@@ -125,7 +126,7 @@ class FederatedCLI(LightningCLI):
         Raises:
             LightningFCLError: If the parser rejects an argument.
         """
-        with put_off(*WITH_AVALANCHE):
+        with import_avalanche():
             try:
                 super().parse_arguments(parser, args)
             except ArgumentError as error:
@@ -196,7 +197,7 @@ class FederatedCLI(LightningCLI):
 
         def make(class_type: type, *args: Any, **kwargs: Any) -> object:
             try:
-                made: object = class_type(*args, **kwargs)
+                made: object = class_type(*args, **with_variables(kwargs, (class_type.__name__,)))
             except Exception as error:
                 failed.append(error)
                 raise

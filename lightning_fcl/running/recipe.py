@@ -145,8 +145,9 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
 
 
 def _read_section(value: Any, folder: Path) -> Any:
-    """The value of a section, which may be the name of a file that holds it."""
-    return read_yaml(folder / value) if isinstance(value, str) and (folder / value).is_file() else value
+    """Return the value of a section, which may be the name of a file. A name of a pipe or a device is rejected."""
+    is_file = isinstance(value, str) and (folder / value).exists() and not (folder / value).is_dir()
+    return read_yaml(folder / value) if is_file else value
 
 
 def take_settings(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[Path | Setting]]:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import lightning.pytorch as L
+import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import SaveConfigCallback
 
@@ -15,13 +16,17 @@ from lightning_fcl.data.attached import stream_of
 from lightning_fcl.evaluation.results import CONFIG, start_over
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.running.secret_values import secrets_of, without_secrets
 from lightning_fcl.running.stop import Stopped, stop
 
 _PLACES = ("config", "out", "ckpt_path", "weights_only")  # of one fit, where the file is of the run, wherever it lies
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is."""
+    """A callback that writes ``config.yaml`` when training starts, with names of variables in place of secrets.
+
+    A fit that is rejected before training leaves the file of an earlier run.
+    """
 
     folder = Path("runs/fit")
 
@@ -37,7 +42,11 @@ class SaveConfig(SaveConfigCallback):
         config = self.config.clone()
         for name in _PLACES:
             config.pop(name, None)
-        write_whole(self.folder / CONFIG, self.parser.dump(config, skip_unset=False, skip_validation=True))
+        text = self.parser.dump(config, skip_unset=False, skip_validation=True)
+        content = yaml.safe_load(text)
+        if any(secrets_of(content)):
+            text = yaml.safe_dump(without_secrets(content), sort_keys=False, allow_unicode=True)
+        write_whole(self.folder / CONFIG, text)
 
 
 class PrintParticipation(Callback):

@@ -1,0 +1,52 @@
+"""Wall time of a fit that writes a run folder and a checkpoint every round, against another version.
+
+    python benchmarks/durable_files.py PATH_OF_THE_OTHER_VERSION
+
+The script alternates between the versions and prints the ratio of each pair and the median. Client state is on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def seconds(version: Path, folder: Path, rounds: int) -> float:
+    """Return the wall time of one fit with the package of a version."""
+    words = ["fit", "quickstart", "--out", str(folder), "--trainer.enable_progress_bar", "false"]
+    words += ["--trainer.strategy.client_store", "disk", "--trainer.max_epochs", str(rounds)]
+    environment = {**os.environ, "PYTHONPATH": str(version), "OMP_NUM_THREADS": "1"}
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "lightning_fcl.cli.main", *words], env=environment, check=True, stdout=-3)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Print the ratio of the wall times of this version and another one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="root of a checkout of the other version")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    ratios = []
+    with tempfile.TemporaryDirectory(dir=ROOT) as scratch:  # the system's temporary folder may be in memory
+        for pair in range(options.pairs):
+            found = {}
+            for version in (ROOT, options.other)[:: 1 if pair % 2 else -1]:
+                name = f"{pair}-{'this' if version == ROOT else 'other'}"
+                found[version] = seconds(version.resolve(), Path(scratch, name), options.rounds)
+            ratios.append(found[ROOT] / found[options.other])
+            print(f"pair {pair}: {ratios[-1]:.3f}", flush=True)
+    print(f"median: {statistics.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Secret values of recipes: names of environment variables in place of keys, tokens and passwords.
+
+A recipe may have ``${NAME}`` for any text of a class. The text is the value of the environment variable when the class
+is made. Files and messages have the name of a variable in place of a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from lightning_fcl.errors import MissingValueError
+
+_SECRET = re.compile(
+    r"(.*[_-])?(api_?-?key|token|access_?-?key|secret(_?-?key)?|passw(or)?d|passphrase|credentials?)", re.IGNORECASE
+)
+_TEXT = re.compile(r"(.*_)?(bos|class|cls|eos|mask|pad|sep|unk)_token", re.IGNORECASE)  # of tokenizers
+_URL = re.compile(r"[\w.+-]+://[^/\s@]+@", re.IGNORECASE)  # user:password@host
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
+_LEFT_OUT = ("init_args", "dict_kwargs")
+_SHORTEST = 4
+"""Characters of the shortest value that is replaced in the text of a message."""
+
+Path = tuple[str, ...]
+
+
+def without_secrets(content: Any, path: Path = ()) -> Any:
+    """Return a recipe, or a part of one, with names of environment variables in place of its secrets.
+
+    Args:
+        content: Mappings, lists and plain values.
+        path: The names that lead to the content.
+
+    Example:
+        >>> without_secrets({"logger": {"init_args": {"api_key": "abc", "project": "mine"}}})
+        {'logger': {'init_args': {'api_key': '${LIGHTNING_FCL_LOGGER_API_KEY}', 'project': 'mine'}}}
+    """
+    if isinstance(content, Mapping):
+        return {name: without_secrets(value, (*path, str(name))) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [without_secrets(value, (*path, str(number))) for number, value in enumerate(content)]
+    return f"${{{variable_of(path)}}}" if _is_secret(content, path) else content
+
+
+def secrets_of(content: Any, path: Path = ()) -> Iterator[tuple[str, str]]:
+    """Yield each secret of a recipe and the name that `without_secrets` writes in its place."""
+    items: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(content, Mapping):
+        items = iter(content.items())
+    elif isinstance(content, list | tuple):
+        items = iter(enumerate(content))
+    elif _is_secret(content, path):
+        yield str(content), f"${{{variable_of(path)}}}"
+    for name, value in items:
+        yield from secrets_of(value, (*path, str(name)))
+
+
+def variable_of(path: Path) -> str:
+    """Return the name of the environment variable for a value of a recipe.
+
+    Example:
+        >>> variable_of(("trainer", "logger", "init_args", "api_key"))
+        'LIGHTNING_FCL_TRAINER_LOGGER_API_KEY'
+    """
+    parts = [part for name in path for part in name.split(".") if part not in _LEFT_OUT]
+    return re.sub(r"\W", "_", "_".join(["LIGHTNING_FCL", *parts]).rstrip("+")).upper()
+
+
+def with_variables(content: Any, path: Path = ()) -> Any:
+    """Return the arguments of a class with the values of environment variables in place of ``${NAME}``.
+
+    Raises:
+        MissingValueError: If an environment variable is not set.
+    """
+    if type(content) is dict:
+        return {name: with_variables(value, (*path, str(name))) for name, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(with_variables(value, (*path, str(n))) for n, value in enumerate(content))
+    found = _VARIABLE.fullmatch(content) if isinstance(content, str) else None
+    if found is None:
+        return content
+    if (value := os.environ.get(found[1])) is None:
+        raise MissingValueError(
+            f"Expected the environment variable {found[1]}, which has the value of `{'.'.join(path)}`, but it is not "
+            "set.",
+            hint=f"Set the variable: export {found[1]}=...",
+            argument=".".join(path),
+        )
+    return value
+
+
+def words_without_secrets(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the words of a command line without secrets, and each secret with the name in its place."""
+    safe, found, option = list[str](), list[tuple[str, str]](), ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            name, equals, value = option, "", word
+        content = _parsed(value)
+        path = tuple(name.lstrip("-").split("."))
+        secrets = list(secrets_of(content, path))
+        if not name and not secrets:
+            secrets = list(secrets_of(value, ("ARGUMENT",)))
+        for secret, variable in secrets:
+            value = value.replace(secret, variable)
+        found += secrets
+        safe.append(f"{name}{equals}{value}" if word.startswith("-") else value)
+        option = name if word.startswith("-") and not equals else ""
+    return safe, found
+
+
+def text_without_secrets(text: str, secrets: Sequence[tuple[str, str]]) -> str:
+    """Return the text of a message with names in place of secrets, the longest secret first."""
+    for secret, variable in sorted(secrets, key=lambda pair: -len(pair[0])):
+        if len(secret) >= _SHORTEST:
+            text = text.replace(secret, variable)
+    return text
+
+
+def _is_secret(value: object, path: Path) -> bool:
+    """Return whether a value is a key, a token or a password, or a URL with one."""
+    if not isinstance(value, str) or not value or _VARIABLE.fullmatch(value):
+        return False
+    names = [part for part in path if part not in _LEFT_OUT and not part.isdigit()]
+    return bool(_URL.match(value)) or any(_SECRET.fullmatch(name) and not _TEXT.fullmatch(name) for name in names)
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return yaml.safe_load(value) if value[:1] in ("{", "[") else value
+    except yaml.YAMLError:
+        return value
