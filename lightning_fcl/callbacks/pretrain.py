@@ -207,7 +207,7 @@ class BaseSession(Callback):
             raise InvalidValueError(
                 f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
                 "remembers maps, but it stands before it.",
-                hint="Change their order.",
+                hint=f"Put `{early[0]}` after `BaseSession` in `callbacks`.",
             )
         network = module.model if isinstance(module, Classifier | RidgeClassifier) else None
         if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
@@ -321,7 +321,7 @@ def _classifier(network: nn.Module) -> nn.Linear:
     if not isinstance(getattr(head, "classifier", None), nn.Linear):
         raise InvalidValueError(
             "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is.",
-            hint="Name the last layer so.",
+            hint="Assign the last layer to `model.head.classifier`.",
             argument="model.head.classifier",
         )
     classifier: nn.Linear = head.classifier

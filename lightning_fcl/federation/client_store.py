@@ -161,7 +161,7 @@ class ClientStore:
         except (SafetensorError, OSError, ValueError) as error:
             raise InvalidValueError(
                 f"Expected the state of client {client} in {path} to be as it was written but {error}.",
-                hint="Go on from the newest checkpoint, which has all clients' states.",
+                hint="Resume from the newest checkpoint, which has all clients' states.",
             ) from error
         for key, tensor in flat.items():
             section, name = key.split("\x1f")

@@ -198,12 +198,13 @@ def _read(path: Path) -> dict[str, Any]:
         raise InvalidValueError(f"Expected {path} to be CSV but got: {error}.", hint="Write it anew.") from error
     if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
         raise InvalidValueError(
-            f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.", hint="Mend it."
+            f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.",
+            hint=f"Give the file a header with `{_CLIENT}`, and each row one cell for each column.",
         )
     clients = [row.pop(_CLIENT) for row in rows]
     if twice := [client for client, times in Counter(clients).items() if times > 1]:
         raise InvalidValueError(
-            f"Expected each client once in {path} but {twice[0]} comes twice.", hint="Leave one out."
+            f"Expected each client once in {path} but {twice[0]} comes twice.", hint="Remove one of the rows."
         )
     return {
         client: {name: text for name, text in row.items() if text} for client, row in zip(clients, rows, strict=True)

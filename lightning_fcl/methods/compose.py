@@ -43,7 +43,8 @@ def check_compatible(methods: Sequence[Declaration]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise InvalidValueError(
-                f"Expected each method once but got `{name}` {names.count(name)} times.", hint="Remove the others."
+                f"Expected each method once but got `{name}` {names.count(name)} times.",
+                hint=f"Keep one `{name}`, and remove the others.",
             )
 
 

@@ -284,7 +284,8 @@ class Declaration:
         if self._client is None:
             name = type(self).__name__
             raise InvalidStateError(
-                f"Expected a client that trains with `{name}` but none does.", hint="Give it to a Trainer, and fit."
+                f"Expected a client that trains with `{name}` but none does.",
+                hint="Use `client` while a Trainer fits with this method, in a hook of a batch.",
             )
         return self._client
 

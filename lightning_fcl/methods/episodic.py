@@ -159,7 +159,9 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning."""
     if not isinstance(data, list | tuple) or len(data) != 2:
         parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
-        raise InvalidTypeError(f"Expected samples `[x, y]` to remember but got {parts}.", hint="Return pairs instead.")
+        raise InvalidTypeError(
+            f"Expected samples `[x, y]` to remember but got {parts}.", hint="Return `[x, y]` pairs from the dataset."
+        )
     x, y = data
     if x.is_floating_point() and not torch.isfinite(x.sum()):
         finite = torch.isfinite(x).flatten(1).all(dim=1)

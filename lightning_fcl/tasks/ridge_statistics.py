@@ -32,7 +32,8 @@ class OneHot:
         """What the readout should say of samples: (batch, outputs), or (batch, time, outputs) for every step."""
         if y.is_floating_point():
             raise InvalidValueError(
-                f"Expected whole numbers as labels but got {y.dtype}.", hint="`ReservoirRegressor` takes such targets."
+                f"Expected whole numbers as labels but got {y.dtype}.",
+                hint="Use `y.long()` for labels, or a `ReservoirRegressor` for numbers.",
             )
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.outputs:
             wrong = int(y[(y < 0) | (y >= self.outputs)][0])
@@ -74,7 +75,7 @@ class Numbers:
             )
         if not torch.isfinite(y).all():
             raise InvalidValueError(
-                "Expected finite targets but got NaN or infinite values.", hint="Mend or drop these sequences."
+                "Expected finite targets but got NaN or infinite values.", hint="Correct or drop these sequences."
             )
         return y.double()
 

@@ -407,7 +407,12 @@ LATENTS = BaseSession(**{**QUICK, "latents": True})
             [],
             "to have a `backbone` and a `head`, as DSICNet has, but got a `MLP`.",
         ),
-        (Halves, None, [], "`model.head.classifier` to be an nn.Linear, as DSICNet's is. Name the last layer so."),
+        (
+            Halves,
+            None,
+            [],
+            "`model.head.classifier` to be an nn.Linear, as DSICNet's is. Assign the last layer to",
+        ),
         (SMALLER, None, [], "an output for each of the stream's 6 classes but got 3"),
         (HIGHER, None, [], "images of shape (1, 24, 16), as the network takes them, but the stream's are (1, 16, 16)"),
         (HIGHER, "digits", [], 'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has'),

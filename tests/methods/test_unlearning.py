@@ -140,7 +140,7 @@ def test_bad_requests(fit):
             run(fit, callbacks=[Unlearning({"0": 2, "1": never})])
     with pytest.raises(ValueError, match=re.escape("the fit's 2 rounds, 0 to 1, but client 1 asks after round 2,")):
         run(fit, callbacks=[Unlearning({"1": 2})], max_epochs=2)
-    message = "but client 1, which asks after round 0, has no data before. Let it ask later, or leave it out."
+    message = "but client 1, which asks after round 0, has no data before. Name a later round for the client, or"
     with pytest.raises(ValueError, match=re.escape(message)):
         run(fit, callbacks=[Absent(), Unlearning({"1": 0})])
     with pytest.raises(ValueError, match="shares its weights: means cannot be taken apart"):

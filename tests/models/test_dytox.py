@@ -141,7 +141,7 @@ def test_a_stream_tells_the_classes():
 WRONG = {
     "image": ({"image_size": 10}, "Expected `image_size` to be a multiple of 4 and at least 8 for ViT but got 10."),
     "heads": ({"heads": 5}, "Expected `width` to be a multiple of `heads`=5 but got 12."),
-    "tasks": ({"tasks": 4}, "Expected `tasks` to divide `num_classes`=6 but got 4. Change it, or give the classes"),
+    "tasks": ({"tasks": 4}, "Expected `tasks` to divide `num_classes`=6 but got 4. Use a divisor of"),
     "none": ({"tasks": 0}, "Expected `tasks` to divide `num_classes`=6 but got 0."),
     "twice": ({"tasks": [[0, 1], [1, 2, 3, 4, 5]]}, "each of the 6 classes once, and no task to be empty, but got [0,"),
     "empty": ({"tasks": [[], [0, 1, 2, 3, 4, 5]]}, "each of the 6 classes once, and no task to be empty"),

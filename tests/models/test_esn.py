@@ -241,16 +241,6 @@ def test_wrong_arguments(options, message):
         EchoStateNetwork(**{"in_features": 3, "units": 5, **options})
 
 
-def test_recurrent_weights_without_a_cycle_are_refused(monkeypatch):
-    monkeypatch.setattr(esn, "_mask", lambda rows, columns, *_: torch.ones(rows, columns).triu(1))
-    message = (
-        "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones have none. "
-        "Raise `recurrent_connectivity` or `units`, or take another `seed`."
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
-        EchoStateNetwork(3, units=5, seed=0)
-
-
 @pytest.mark.parametrize("call", [lambda r, x: r(x), lambda r, x: r.plasticity(x, 0.0, 0.1)])
 def test_wrong_inputs(make_reservoir, call):
     reservoir = make_reservoir(washout=4)
@@ -275,7 +265,7 @@ def test_series_that_are_not_finite_are_refused(make_reservoir, value):
     x[1, 3, 0] = x[3, 0, 2] = value
     message = (
         "Expected finite sequences but 2 of 4 hold NaN or infinite values, the first of them number 1 of the batch. "
-        "Mend or drop these sequences."
+        "Correct or drop these sequences."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         make_reservoir()(x)

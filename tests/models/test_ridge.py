@@ -154,7 +154,7 @@ def test_low_rank_keeps_the_leading_directions_of_what_is_merged(rank):
         np.testing.assert_allclose(merged.weight.numpy(), by_numpy(states, targets, 0.1), rtol=0, atol=1e-9)
     message = (
         f"Expected a readout with all of B to take samples away from but got one of rank {rank}: what was cut off of "
-        "all samples together tells nothing of some. Leave out `rank`."
+        "all samples together tells nothing of some. Make both readouts without `rank`."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         merged.remove(part)
@@ -273,7 +273,9 @@ def test_a_well_conditioned_matrix_warns_of_nothing(caplog):
 def test_statistics_that_are_not_finite_are_refused(value, where):
     readout = fitted(samples())
     getattr(readout, where)[0, 0] = value
-    message = "Expected finite statistics but they hold NaN or infinite values. Leave out whose they are."
+    message = (
+        "Expected finite statistics but they hold NaN or infinite values. Leave out the clients with such statistics."
+    )
     for call in (readout.solve, lambda: readout.solutions([1.0])):
         with pytest.raises(ValueError, match=exactly(message)):
             call()

@@ -147,7 +147,10 @@ def test_a_trained_task_tests_in_a_plain_trainer(fit, quiet):
 @pytest.mark.parametrize(
     "optimizer, message",
     [
-        (lambda parameters: torch.optim.SGD(parameters, lr=-1.0), "Invalid learning rate: -1.0. Mend its arguments"),
+        (
+            lambda parameters: torch.optim.SGD(parameters, lr=-1.0),
+            "Invalid learning rate: -1.0. Correct the",
+        ),
         (
             lambda parameters: torch.optim.SGD(parameters, momentum=None),
             "not supported between instances of 'NoneType'",

@@ -477,7 +477,7 @@ def test_targets_of_ones_own_are_taken(fit, make_series_stream, make_reservoir, 
 
 RANGE = "Expected labels between 0 and {} but got {}. Set `num_classes` to the data's number of classes."
 SHAPE = "Expected targets of shape (batch, 2), or (batch, time, 2), but got {}. Set `outputs` to the target's size."
-FINITE = "Expected finite targets but got NaN or infinite values. Mend or drop these sequences."
+FINITE = "Expected finite targets but got NaN or infinite values. Correct or drop these sequences."
 
 
 @pytest.mark.parametrize(
