@@ -82,7 +82,7 @@ class ContinualMetrics(Callback):
     def __post_init__(self) -> None:
         if isinstance(self.clients, str) and self.clients not in ("all", "none"):
             raise InvalidValueError(
-                f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".',
+                f'Expected `clients` to be "all", "none" or a list of strings, but got "{self.clients}".',
                 hint=f'Use `clients=["{self.clients}"]`.',
                 argument="clients",
                 value=self.clients,
