@@ -15,7 +15,7 @@ class LibraryError(Enum):
     VMAP_RANDOM = "vmap: .*randomness"
     VMAP_ITEM = r"vmap: .*\.item\(\)"
     VMAP_BRANCH = "data-dependent control flow"
-    NO_TORCH_DEVICE = r"(?s)^(.*(?:backend found|torch_xla).*)$"
+    NO_TORCH_DEVICE = r"(?s)^(.*(?:backend found|torch_xla|can not run on your system).*)$"
     # torch, NumPy and the loader of shared libraries
     NO_MEMORY = r"failed to map segment|[Cc]annot allocate|can't allocate memory|[Uu]nable to allocate|bad_alloc"
     # Lightning
@@ -25,7 +25,7 @@ class LibraryError(Enum):
     )
     SEED_BOUNDS = r"(-?\d+) is not in bounds, numpy accepts from 0 to (\d+)"
     SAME_CALLBACKS = r"more than one stateful callback of type `(\w+)`"
-    DEVICES = "`devices` selected with"
+    DEVICES = r"`devices` selected with|`Trainer\(devices=.*\)` value is not a valid input"
 
 
 def match_error(error: BaseException, kind: LibraryError) -> re.Match[str] | None:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from inspect import cleandoc
 
 import lightning.pytorch as L
@@ -108,6 +109,16 @@ CASES = [
         lambda _: without_gpus("gpu"),
         ("No supported gpu backend found!",),
     ),
+    *(
+        case(
+            LibraryError.NO_TORCH_DEVICE,
+            name,
+            MisconfigurationException,
+            partial(lambda name, _: without_gpus(name), name),
+            (f"`{name.upper()}Accelerator` can not run on your system",),
+        )
+        for name in ("cuda", "mps")
+    ),
     case(
         LibraryError.NO_TORCH_DEVICE,
         "tpu",
@@ -157,6 +168,8 @@ CASES = [
     ),
     case(LibraryError.DEVICES, "negative", TypeError, lambda _: trainer(devices=-1)),
     case(LibraryError.DEVICES, "text", TypeError, lambda _: trainer(devices="two")),
+    case(LibraryError.DEVICES, "zero", MisconfigurationException, lambda _: trainer(devices=0)),
+    case(LibraryError.DEVICES, "empty", MisconfigurationException, lambda _: trainer(devices=[])),
 ]
 
 

@@ -80,16 +80,16 @@ class ContinualMetrics(Callback):
     lower_is_better: list[str] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if not isinstance(self.clients, str):
-            self.clients = [str(client) for client in self.clients]
-        elif self.clients not in ("all", "none"):
+        if isinstance(self.clients, str) and self.clients not in ("all", "none"):
             raise InvalidValueError(
-                f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".',
+                f'Expected `clients` to be "all", "none" or a list of strings, but got "{self.clients}".',
                 hint=f'Use `clients=["{self.clients}"]`.',
                 argument="clients",
                 value=self.clients,
             )
+        check_fields(self)
+        if not isinstance(self.clients, str):
+            self.clients = [str(client) for client in self.clients]
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts | Values] = {}
         self._own: dict[str, Counts | Values] = {}  # of this round's clients, by what training has left of them
@@ -120,7 +120,7 @@ class ContinualMetrics(Callback):
             raise InvalidValueError(
                 f"Expected no `lower_is_better` for `{type(pl_module).__name__}`, which is measured by no step of its "
                 f"own, but got {', '.join(self.lower_is_better)}.",
-                hint="Leave it out.",
+                hint="Leave `lower_is_better` out.",
                 argument="lower_is_better",
                 value=self.lower_is_better,
             )
@@ -149,7 +149,7 @@ class ContinualMetrics(Callback):
             raise InvalidValueError(
                 f"Expected `ContinualMetrics` behind `{ruling[0]}` among the callbacks of a plain Trainer, as that "
                 "predicts by what it has when its epoch ends, but it stands before it.",
-                hint="Change their order.",
+                hint=f"Put `ContinualMetrics` after `{ruling[0]}` in `callbacks`.",
                 argument="callbacks",
                 value=ruling[0],
             )

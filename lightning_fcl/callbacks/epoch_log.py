@@ -127,7 +127,7 @@ def _one_number(name: str, value: Any) -> Tensor:
     if number.numel() != 1:
         raise InvalidValueError(
             f"Expected `{name}` to be logged as one number but got {value}.",
-            hint="Log each under a name.",
+            hint="Log each number under its own name.",
             argument=name,
             value=value,
         )

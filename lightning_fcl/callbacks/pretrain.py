@@ -213,7 +213,7 @@ class BaseSession(Callback):
             raise InvalidValueError(
                 f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
                 "remembers maps, but it stands before it.",
-                hint="Change their order.",
+                hint=f"Put `{early[0]}` after `BaseSession` in `callbacks`.",
                 argument="callbacks",
                 value=early[0],
             )
@@ -331,7 +331,7 @@ def _classifier(network: nn.Module) -> nn.Linear:
     if not isinstance(getattr(head, "classifier", None), nn.Linear):
         raise InvalidValueError(
             "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is.",
-            hint="Name the last layer so.",
+            hint="Assign the last layer to `model.head.classifier`.",
             argument="model.head.classifier",
         )
     classifier: nn.Linear = head.classifier

@@ -63,7 +63,7 @@ def entries(module: nn.Module) -> State:
             what = "extra state" if name.endswith("_extra_state") else f"a {type(value).__name__}"
             raise InvalidValueError(
                 f"Expected a state of tensors but `{name}` is {what}, which no mean can take.",
-                hint="Keep it in a buffer.",
+                hint="Store the value in a buffer, with `register_buffer`.",
                 argument=name,
             )
         if id(value) not in seen:
@@ -90,7 +90,7 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
         what = [f"no {quoted(missing)}"] * bool(missing) + [f"{quoted(unknown)} beside it"] * bool(unknown)
         raise InvalidValueError(
             f"Expected the state of this {type(module).__name__} but there is {' and '.join(what)}.",
-            hint="Build the module that the state is of.",
+            hint="Build the module with the arguments with which it was saved.",
             argument=(missing or unknown)[0],
         )
     for name, tensor in known.items():
@@ -98,14 +98,14 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
         if not isinstance(value, Tensor):
             raise InvalidValueError(
                 f"Expected `{name}` to be a tensor but got {type(value).__name__}.",
-                hint="Take another state.",
+                hint="Use a state of tensors, as `module.state_dict()` returns.",
                 argument=name,
             )
         if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise InvalidValueError(
                 f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)} but got {value.dtype} of "
                 f"shape {tuple(value.shape)}.",
-                hint="Build the module that the state is of.",
+                hint="Build the module with the arguments with which it was saved.",
                 argument=name,
                 value=value.dtype,
             )
@@ -113,7 +113,7 @@ def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
         if wrong and torch.isfinite(tensor).all():  # a module's own mask may hold -inf
             raise InvalidValueError(
                 f"Expected a state of finite numbers but `{name}` has {wrong} of {value.numel()} that are not.",
-                hint="Take an earlier one.",
+                hint="Use the state of an earlier round.",
                 argument=name,
             )
 
@@ -259,7 +259,7 @@ class Aggregator:
                 raise InvalidValueError(
                     f"Expected the reduction `{self.reductions[names[0]]}` of `{names[0]}` on one device but got "
                     f"{ranks.number}: its accumulator has no `combine`, which takes in other ranks' uploads.",
-                    hint="Write one, or train with `devices=1`.",
+                    hint="Define `combine` in the accumulator, or train with `devices=1`.",
                 )
             accumulator.combine(ranks)
         told = ranks.share((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))

@@ -101,7 +101,7 @@ class FedBuff(Schedule):
             raise InvalidValueError(
                 f"Expected `buffer_size` to be at most the stream's {clients} clients but got {self.buffer_size}: a "
                 "client has one upload in it at a time.",
-                hint="Lower it.",
+                hint=f"Use `buffer_size={clients}` or less.",
                 argument="buffer_size",
                 value=self.buffer_size,
             )

@@ -35,15 +35,15 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
         >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])
         Traceback (most recent call last):
         lightning_fcl.errors.InvalidValueError: \
-Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Mend its \
-arguments.
+Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Correct \
+the arguments of the optimizer that `optimizer` makes.
     """
     try:
         made = factory(parameters)
     except (TypeError, ValueError) as error:
         raise InvalidValueError(
             f"Expected `{name}` to make one from parameters but got: {str(error).rstrip('.')}.",
-            hint="Mend its arguments.",
+            hint=f"Correct the arguments of the optimizer that `{name}` makes.",
             argument=name,
         ) from error
     if not isinstance(made, Optimizer):

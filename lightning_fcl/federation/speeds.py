@@ -203,7 +203,7 @@ def _read(path: Path) -> dict[str, Any]:
     if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
         raise InvalidValueError(
             f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.",
-            hint="Mend it.",
+            hint=f"Give the file a header with `{_CLIENT}`, and each row one cell for each column.",
             argument=_CLIENT,
             value=path,
         )
@@ -211,7 +211,7 @@ def _read(path: Path) -> dict[str, Any]:
     if twice := [client for client, times in Counter(clients).items() if times > 1]:
         raise InvalidValueError(
             f"Expected each client once in {path} but {twice[0]} comes twice.",
-            hint="Leave one out.",
+            hint="Remove one of the rows.",
             argument=_CLIENT,
             value=twice[0],
         )

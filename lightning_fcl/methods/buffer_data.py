@@ -48,7 +48,7 @@ class Agent(SimpleNamespace):
         raise InvalidTypeError(
             f"Expected a selection strategy that asks for the model and its device but `{self.asks}` asks for "
             f"`{name}`, which only Avalanche's own training loop has.",
-            hint="Use another.",
+            hint="Use one that needs only the model, such as `HerdingSelectionStrategy`.",
             argument=self.asks,
             value=name,
         )

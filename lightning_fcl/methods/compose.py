@@ -47,7 +47,7 @@ def check_compatible(methods: Sequence[Declaration]) -> None:
         if names.count(name) > 1:
             raise InvalidValueError(
                 f"Expected each method once but got `{name}` {names.count(name)} times.",
-                hint="Remove the others.",
+                hint=f"Keep one `{name}`, and remove the others.",
                 argument="callbacks",
                 value=name,
             )

@@ -285,7 +285,7 @@ class Declaration:
             name = type(self).__name__
             raise InvalidStateError(
                 f"Expected a client that trains with `{name}` but none does.",
-                hint="Give it to a Trainer, and fit.",
+                hint="Use `client` while a Trainer fits with this method, in a hook of a batch.",
                 argument="client",
             )
         return self._client

@@ -160,7 +160,9 @@ def finite_pairs(data: Batch) -> tuple[Tensor, Tensor]:
     if not isinstance(data, list | tuple) or len(data) != 2:
         parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
         raise InvalidTypeError(
-            f"Expected samples `[x, y]` to remember but got {parts}.", hint="Return pairs instead.", argument="data"
+            f"Expected samples `[x, y]` to remember but got {parts}.",
+            hint="Return `[x, y]` pairs from the dataset.",
+            argument="data",
         )
     x, y = data
     if x.is_floating_point() and not torch.isfinite(x.sum()):

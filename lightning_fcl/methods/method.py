@@ -88,7 +88,7 @@ def sample_size(federation: RunsFederation, name: str) -> tuple[int, ...]:
         raise MissingValueError(
             f"Expected samples beside the server for `{name}`, which tell it their shape, but there are none, as in a "
             "deployment.",
-            hint="Simulate it, or leave it out.",
+            hint=f"Simulate the federation, or leave `{name}` out.",
         )
     with isolate_rng():  # a data set's own code may draw
         return tuple(stream.take(rows[:1])[0].shape[1:])

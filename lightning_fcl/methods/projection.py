@@ -151,7 +151,7 @@ def _refuse(gradient: bool, others: list[bool]) -> None:
     where += [f"row {row} of the others" for row, finite in enumerate(others) if not finite]
     raise InvalidValueError(
         f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(where)}.",
-        hint="Lower the learning rate, or clip what diverges.",
+        hint="Lower the learning rate, or clip the gradients.",
         argument="gradient",
         value=where,
     )

@@ -142,7 +142,7 @@ class ReFed(Method):
             raise InvalidValueError(
                 f"Expected `learning_rate` to keep the personal model of client {client.part.client} finite but got "
                 f"{self.learning_rate}.",
-                hint="Lower it.",
+                hint="Lower `learning_rate`.",
                 argument="learning_rate",
                 value=self.learning_rate,
             )

@@ -102,7 +102,7 @@ class Replay(Method):
                 raise InvalidTypeError(
                     f"Expected `buffer` to be one of Avalanche's {', '.join(KINDS)} but got "
                     f"`{type(self.buffer).__name__}`, which wants Avalanche's own training loop.",
-                    hint="Use one of these.",
+                    hint="Use an object of one of these classes.",
                     argument="buffer",
                 )
             if self.repeat:

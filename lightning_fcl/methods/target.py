@@ -88,7 +88,7 @@ class TARGET(Method):
                 raise InvalidValueError(
                     "Expected images, shape (channels, height, width), for `TARGET` but got samples of shape "
                     f"{self._size}.",
-                    hint="Use another method.",
+                    hint="Use a dataset of images, or another method.",
                     argument="x",
                     value=self._size,
                 )

@@ -145,7 +145,7 @@ def frozen_backbone(
     if weights is None or not Path(weights).is_file():
         raise InvalidValueError(
             f'Expected `weights` of {name} to be a file but got {weights}: only "{_LITE0}" comes with a package.',
-            hint="Get them from their publisher, and name the file.",
+            hint="Download the weights from their publisher, and pass the file as `weights`.",
             argument="weights",
             value=weights,
         )
@@ -195,7 +195,7 @@ def _load(network: nn.Module, weights: str, in_order: bool) -> None:
         raise DamagedFileError(
             f"Expected {weights} to be weights of {type(network).__name__} by timm's names, of tensors alone, but "
             f"got: {first_line(error)}.",
-            hint="Name the network that they are of.",
+            hint="Pass the `name` of the network whose weights they are.",
             argument="weights",
             value=weights,
         ) from error

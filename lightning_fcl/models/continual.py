@@ -247,7 +247,7 @@ class DyTox(Described):
             if tasks < 1 or num_classes < 1 or num_classes % tasks:
                 raise InvalidValueError(
                     f"Expected `tasks` to divide `num_classes`={num_classes} but got {tasks}.",
-                    hint="Change it, or give the classes of each task.",
+                    hint="Use a divisor of `num_classes`, or give the classes of each task.",
                     argument="tasks",
                     value=tasks,
                 )
@@ -319,7 +319,7 @@ def _check_blocks(blocks: Sequence[Sequence[int]], num_classes: int) -> None:
         raise InvalidValueError(
             f"Expected `tasks` to hold each of the {num_classes} classes once, and no task to be empty, but got "
             f"{_short(blocks)}.",
-            hint="Change it, or `num_classes`.",
+            hint="Put each class in one task, or change `num_classes`.",
             argument="tasks",
         )
 

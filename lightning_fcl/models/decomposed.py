@@ -310,7 +310,7 @@ class LoRA(Described):
             raise InvalidValueError(
                 f"Expected `head` to match some of the network's layers but got {head} for "
                 f"{listed((name for name, _ in net.named_parameters()))}.",
-                hint="Change it.",
+                hint='Use a pattern of the last layer, such as `head="head.*"`.',
                 argument="head",
                 value=head,
             )

@@ -93,7 +93,7 @@ def rebuild(description: object, name: str) -> Any:
         raise InvalidValueError(
             f"Expected `{top}` to be handed in but it was not: what describes it names {description['class_path']}, "
             f"and only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` are made again from a description.",
-            hint=f"Hand in {top}=... .",
+            hint=f"Pass the object as `{top}=...`.",
             argument=top,
         )
     arguments = {key: rebuild(value, f"{name}.{key}") for key, value in arguments.items()}

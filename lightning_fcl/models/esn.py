@@ -38,7 +38,7 @@ class EchoStateNetwork(Described):
         seed: Seed of all weights; None draws one from torch's global generator, as other layers do.
 
     Raises:
-        ValueError: If an argument is out of range, or the recurrent weights have no cycle and so no spectral radius.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> reservoir = EchoStateNetwork(3, units=50, leaking_rate=0.5, seed=0)
@@ -86,14 +86,8 @@ class EchoStateNetwork(Described):
             recurrent = torch.randn(units, units, generator=generator)
             recurrent *= _mask(units, units, recurrent_connectivity, "recurrent_connectivity", generator)
             self.register_buffer(f"input_weight_{layer}", drive)
+            # Each unit has an incoming connection, so there is a cycle, and the radius is above 0.
             current = float(torch.linalg.eigvals(recurrent.double()).abs().max())
-            if current < 1e-9:
-                raise InvalidValueError(
-                    "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones "
-                    "have none.",
-                    hint="Raise `recurrent_connectivity` or `units`, or take another `seed`.",
-                    argument="recurrent_connectivity",
-                )
             rescaled = (recurrent.double() * (spectral_radius / current)).to(recurrent.dtype)
             self.register_buffer(f"recurrent_weight_{layer}", rescaled)
         noise = torch.rand(self.features, generator=generator) * 2 - 1
@@ -217,7 +211,7 @@ class EchoStateNetwork(Described):
                 raise InvalidValueError(
                     f"Expected finite sequences but {len(bad)} of {len(x)} hold NaN or infinite values, the first of "
                     f"them number {int(bad[0])} of the batch.",
-                    hint="Mend or drop these sequences.",
+                    hint="Correct or drop these sequences.",
                     argument="x",
                     value=bad.tolist(),
                 )

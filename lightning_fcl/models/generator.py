@@ -70,7 +70,7 @@ def statistics_layers(network: nn.Module) -> list[_BatchNorm]:
         raise InvalidValueError(
             "Expected a network with layers of batch normalisation that keep statistics but "
             f"`{type(network).__name__}` has none.",
-            hint="Use one that has, or another method.",
+            hint="Add a layer such as `nn.BatchNorm2d`, or use another method.",
             argument="network",
             value=type(network).__name__,
         )

@@ -177,13 +177,13 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
             raise InvalidValueError(
                 "Expected `model.backbone` to be an nn.Sequential of Conv2d (padded with zeros), BatchNorm2d after "
                 f"them, and ReLU, but got {type(layer).__name__} at `{name}`.",
-                hint="Keep such layers in the part that stays in floating point.",
+                hint="Move such layers to `model.head`, which stays in floating point.",
                 argument="model.backbone",
             )
     if not found:
         raise MissingValueError(
             "Expected `model.backbone` to hold convolutions but got none.",
-            hint="Move its convolutions there.",
+            hint="Move the model's convolutions to `model.backbone`.",
             argument="model.backbone",
         )
     return found

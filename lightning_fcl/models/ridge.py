@@ -129,7 +129,7 @@ class RidgeReadout(DoublePrecision):
             raise InvalidValueError(
                 f"Expected a readout with all of B to take samples away from but got one of rank {self.rank}: what "
                 "was cut off of all samples together tells nothing of some.",
-                hint="Leave out `rank`.",
+                hint="Make both readouts without `rank`.",
                 argument="rank",
                 value=self.rank,
             )
@@ -336,7 +336,7 @@ def _check_finite(a: Tensor, b: Tensor) -> None:
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         raise InvalidValueError(
             "Expected finite statistics but they hold NaN or infinite values.",
-            hint="Leave out whose they are.",
+            hint="Leave out the clients with such statistics.",
             argument="A",
         )
 

@@ -88,7 +88,7 @@ def _explained() -> Iterator[None]:
         raise ConnectionFailedError(
             "Expected all processes of the federation to meet at the end of a round but one of them has gone: what it "
             "said, if anything, stands above.",
-            hint="Go on from the newest checkpoint, with any number of `devices`.",
+            hint="Resume from the newest checkpoint, with any number of `devices`.",
         ) from error
 
 

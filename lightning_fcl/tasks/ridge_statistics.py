@@ -33,7 +33,7 @@ class OneHot:
         if y.is_floating_point():
             raise InvalidValueError(
                 f"Expected whole numbers as labels but got {y.dtype}.",
-                hint="`ReservoirRegressor` takes such targets.",
+                hint="Use `y.long()` for labels, or a `ReservoirRegressor` for numbers.",
                 argument="y",
                 value=y.dtype,
             )
@@ -82,7 +82,7 @@ class Numbers:
         if not torch.isfinite(y).all():
             raise InvalidValueError(
                 "Expected finite targets but got NaN or infinite values.",
-                hint="Mend or drop these sequences.",
+                hint="Correct or drop these sequences.",
                 argument="y",
             )
         return y.double()

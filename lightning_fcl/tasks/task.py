@@ -150,7 +150,7 @@ def embedding_body(model: nn.Module) -> EmbedsSamples:
     if not (isinstance(model, EmbedsSamples) and isinstance(model.features, int)):
         raise InvalidValueError(
             f"Expected a `model` with `embed(x)` and `features`, their number, but got a `{type(model).__name__}`.",
-            hint="Use one of `lightning_fcl.models`, or define them.",
+            hint="Use a network of `lightning_fcl.models`, or define `embed` and `features`.",
             argument="model",
             value=type(model).__name__,
         )

@@ -79,7 +79,7 @@ FIT = [
     ),
     ("--data.batch_size 0", "Expected `batch_size` to be at least 1 but got 0"),
     ("--model.optimizer torch.optim.SDG", "Expected a class of torch.optim but it has no SDG. Did you mean SGD?"),
-    ("--model.optimizer.lr -1", "Invalid learning rate: -1.0. Mend its arguments"),
+    ("--model.optimizer.lr -1", "Invalid learning rate: -1.0. Correct the arguments of"),
     ("--model.model lightning_fcl.models.MPL", "has no MPL. Did you mean MLP?"),
     ("--ckpt_path nothing.ckpt", "Expected a checkpoint at nothing.ckpt but there is none"),
     (

@@ -234,12 +234,6 @@ def test_wrong_arguments(options, argument):
         EchoStateNetwork(**{"in_features": 3, "units": 5, **options})
 
 
-def test_recurrent_weights_without_a_cycle_are_refused(monkeypatch):
-    monkeypatch.setattr(esn, "_mask", lambda rows, columns, *_: torch.ones(rows, columns).triu(1))
-    with raises(InvalidValueError, "recurrent_connectivity"):
-        EchoStateNetwork(3, units=5, seed=0)
-
-
 @pytest.mark.parametrize("call", [lambda r, x: r(x), lambda r, x: r.plasticity(x, 0.0, 0.1)])
 def test_wrong_inputs(make_reservoir, call):
     reservoir = make_reservoir(washout=4)

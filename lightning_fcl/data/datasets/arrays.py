@@ -103,7 +103,7 @@ class Arrays:
             raise InvalidValueError(
                 f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {self.x[0].size} "
                 f"in sample {bad[0]} ({bad.size} of {size} samples have such values).",
-                hint="Mend or drop these samples first.",
+                hint="Correct or drop these samples first.",
                 argument="x",
                 value=per_sample[bad[0]],
             )
@@ -236,7 +236,7 @@ class Measurement:
             wrong = int((~np.isfinite(values)).sum())
             raise InvalidValueError(
                 f"Expected `x` to be finite but got {wrong} NaN or infinite values.",
-                hint="Mend or drop them.",
+                hint="Correct or drop the samples with these values.",
                 argument="x",
                 value=wrong,
             )
@@ -263,7 +263,7 @@ class Measurement:
             raise InvalidValueError(
                 "Expected `x` to hold many samples of one person, by whose mean and deviation all are scaled, but got "
                 f"{len(values)}.",
-                hint="Pass them together.",
+                hint="Pass all samples of the person together.",
                 argument="x",
             )
         return z_score(values.astype(np.float32), (0, *others))

@@ -357,13 +357,6 @@ def _blocks(
             argument="tasks",
             value=tasks,
         )
-    if isinstance(order, str) and order != "ascending":
-        raise InvalidValueError(
-            f'Expected `class_order` to be "ascending" or a list of classes but got {order!r}.',
-            hint="Leave it out.",
-            argument="class_order",
-            value=order,
-        )
     if order is None:
         numbers = np.random.default_rng([seed, 4]).permutation(classes).tolist()
     else:

@@ -1,0 +1,223 @@
+"""Fixes that the error messages of the federation, the simulation and the conformance suite name."""
+
+import lightning.pytorch as L
+import torch
+from fixes import Row, fit_one_round, has_rounds, pairs, sgd
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
+
+from lightning_fcl import Classifier, Deadline, FederatedStream, Speeds
+from lightning_fcl.callbacks import FedProx
+from lightning_fcl.conformance.suite import classes_of, statements_of
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import Stationary
+from lightning_fcl.errors import UnknownNameError
+from lightning_fcl.federation.aggregation import check_state, entries
+from lightning_fcl.federation.optimizers import optimizer_memory
+from lightning_fcl.federation.robust import check_moved
+from lightning_fcl.models import MLP
+from lightning_fcl.simulation.ranks import check_processes
+
+ROWS: dict[str, Row] = {}
+SECONDS: set[str] = {
+    "checkpoint of an old version of Lightning",
+    "checkpoint of another epoch",
+    "checkpoint without a training loop",
+    "checkpoint without loops",
+    "file of speeds without clients",
+}
+
+
+class Extra(nn.Module):
+    """Keeps a number in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("count", torch.tensor(3))
+
+
+class ExtraState(Extra):
+    """Keeps a number as extra state."""
+
+    def get_extra_state(self):
+        return 3
+
+    def set_extra_state(self, state):
+        pass
+
+
+def check(lab, state, sizes=(6, 5, 4)):
+    torch.manual_seed(0)
+    check_state(MLP([*sizes]), state)
+
+
+def state_of(*sizes, **changes):
+    return {**MLP([*sizes]).state_dict(), **changes}
+
+
+def read_speeds(lab, text, name="speeds.csv"):
+    path = lab.folder / name
+    path.write_text(text)
+    speeds = Speeds(1.0, file=path)
+    return fit_one_round(lab, schedule=Deadline(speeds))
+
+
+class KeepsText(torch.optim.SGD):
+    """An optimizer whose state has text."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.state[self.param_groups[0]["params"][0]]["note"] = "text"
+        return loss
+
+
+def remember(lab, kind):
+    layer = nn.Linear(2, 1)
+    optimizer = kind(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer_memory(optimizer)
+
+
+def move(lab, most):
+    before = {"weight": torch.ones(4)}
+    check_moved(before, {"weight": torch.full((4,), 100.0)}, ["weight"], most)
+
+
+def fit_module_reloaded(lab, **options):
+    data = L.LightningDataModule.from_datasets(pairs(), test_dataset=pairs(8), batch_size=8)
+    stream = FederatedStream(data, Stationary(), partition=IID(2))
+    return has_rounds(lab.fit(Classifier(MLP([6, 5, 4]), 4, sgd), stream, max_epochs=1, trainer_args=options))
+
+
+def resume(lab, change):
+    saving = {"enable_checkpointing": True}
+    folder = lab.folder / str(len([*lab.folder.iterdir()]))
+    lab.fit(lab.task(), lab.stream(), [ModelCheckpoint(folder, save_last=True)], max_epochs=1, trainer_args=saving)
+    path = folder / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    change(checkpoint)
+    torch.save(checkpoint, path)
+    has_rounds(lab.fit(lab.task(), lab.stream(), ckpt_path=path), 2)
+
+
+def keep(checkpoint):
+    pass
+
+
+def change_version(checkpoint):
+    checkpoint["pytorch-lightning_version"] = "1.9.5"
+
+
+def change_epoch(checkpoint):
+    checkpoint["epoch"] = 7
+
+
+def drop_loops(checkpoint):
+    checkpoint["loops"] = None
+
+
+def drop_fit_loop(checkpoint):
+    checkpoint["loops"]["fit_loop"] = {}
+
+
+def check_machines(lab, nodes=1, processes=1):
+    check_processes(LightningEnvironment(), processes, nodes)
+
+
+class Claims(FedProx):
+    """A method that claims to be another one."""
+
+    claims = ("FedProxx",)
+
+
+class ClaimsRight(FedProx):
+    """A method that claims to be FedProx."""
+
+    claims = ("FedProx",)
+
+
+ROWS |= {
+    "module with extra state": Row(
+        lambda lab, kind: entries(kind()),
+        {"kind": ExtraState},
+        {"kind": Extra},
+        "Store the value in a buffer, with `register_buffer`.",
+    ),
+    "state of a module with other layers": Row(
+        check,
+        {"state": state_of(6, 5, 4), "sizes": (6, 5, 5, 4)},
+        {"sizes": (6, 5, 4)},
+        "Build the module with the arguments with which it was saved.",
+    ),
+    "state of a module of another size": Row(
+        check,
+        {"state": state_of(6, 3, 4)},
+        {"sizes": (6, 3, 4)},
+        "Build the module with the arguments with which it was saved.",
+    ),
+    "state with text": Row(
+        check,
+        {"state": state_of(6, 5, 4, **{"1.weight": "text"})},
+        {"state": state_of(6, 5, 4)},
+        "Use a state of tensors, as `module.state_dict()` returns.",
+    ),
+    "state that is NaN": Row(
+        check,
+        {"state": state_of(6, 5, 4, **{"1.weight": torch.full((5, 6), float("nan"))})},
+        {"state": state_of(6, 5, 4)},
+        "Use the state of an earlier round.",
+    ),
+    "optimizer that keeps text": Row(
+        remember, {"kind": KeepsText}, {"kind": torch.optim.SGD}, "Leave `keep_optimizer` out."
+    ),
+    "round that moves the server far": Row(
+        move, {"most": 10.0}, {"most": 1000.0}, "or a larger `largest-update` of the run's configuration."
+    ),
+    "file of speeds without clients": Row(
+        read_speeds,
+        {"text": "name,seconds_per_sample\n0,0.1\n"},
+        {"text": "client,seconds_per_sample\n0,0.1\n"},
+        "Give the file a header with `client`, and each row one cell for each column.",
+    ),
+    "file of speeds with a client twice": Row(
+        read_speeds,
+        {"text": "client,seconds_per_sample\n0,0.1\n0,0.2\n"},
+        {"text": "client,seconds_per_sample\n0,0.1\n"},
+        "Remove one of the rows.",
+    ),
+    "loaders that are made again": Row(
+        fit_module_reloaded,
+        {"reload_dataloaders_every_n_epochs": 1},
+        None,
+        "Leave the argument out. If samples change between rounds, pass their `group`",
+    ),
+    "checkpoint of an old version of Lightning": Row(
+        resume, {"change": change_version}, {"change": keep}, "Write it again with `lightning` 2."
+    ),
+    "checkpoint of another epoch": Row(
+        resume, {"change": change_epoch}, {"change": keep}, "Continue from another one."
+    ),
+    "checkpoint without loops": Row(resume, {"change": drop_loops}, {"change": keep}, "Continue from another one."),
+    "checkpoint without a training loop": Row(
+        resume, {"change": drop_fit_loop}, {"change": keep}, "Continue from another one."
+    ),
+    "processes of a machine": Row(
+        check_machines, {"processes": 10**6}, {"processes": 2}, "Set as many as it has cores, or fewer."
+    ),
+    "machines without an address": Row(
+        check_machines, {"nodes": 2}, {"nodes": 1}, "Set them as docs/scale.md tells, or leave `num_nodes` out."
+    ),
+    "claim of a method": Row(
+        lambda lab, kind: statements_of(kind),
+        {"kind": Claims},
+        {"kind": ClaimsRight},
+        "Did you mean FedProx?",
+        UnknownNameError,
+    ),
+    "method of the conformance suite": Row(
+        lambda lab, name: classes_of(name), {"name": "FedPrx"}, {"name": "FedProx"}, "Did you mean", UnknownNameError
+    ),
+}

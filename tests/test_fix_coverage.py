@@ -1,0 +1,224 @@
+"""Each hint of an error has a row in the tables of fixes, or another test that provokes it."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from fixes_tables import ROWS
+from hint_texts import HOLE, Package, read_package
+
+ROOT = Path(__file__).parents[1]
+
+# To be removed when the rows of these packages are in `fixes_tables.TABLES`.
+WITHOUT_ROWS = ("cli/", "deployment/", "device/", "evaluation/", "io/", "running/", "zoo/")
+
+# Tests that provoke an error and try its fix with means that a row does not have, by a part of the hint.
+TRIED_ELSEWHERE: dict[str, list[str]] = {
+    "Set `cohort_size=1`.": [
+        "tests/local/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
+    ],
+}
+
+# Hints whose whole text comes from a table or a value, by file and function: a test of them.
+PASSED_ON: dict[str, str] = {
+    "data/own.py data_set": "tests/fixes.py, list of samples",
+    "models/described.py cast_arguments": "tests/fixes_models.py, arguments of a network in a file",
+    "errors.py _refuse": "tests/test_annotations.py",
+    "errors.py check_argument": "tests/test_annotations.py",
+    "simulation/limits.py check_trainer": "tests/test_fixes.py",
+}
+
+# Hints that no test can try, each with the reason.
+UNTRIED: dict[str, str] = {}
+
+# Hints whose rows are still to be written.
+WITHOUT_A_ROW_YET: dict[str, None] = dict.fromkeys(
+    [
+        "Add a linear layer that learns, or use another method.",
+        "Assign the last layer to `model.head.classifier`.",
+        "Assign the metric to an attribute in `__init__`.",
+        "Begin anew.",
+        "Choose one of these.",
+        "Continue from another one.",
+        "Define `combine` in the accumulator, or train with `devices=1`.",
+        'Divide bytes by 255, and load a data set with `normalize="none"`: the backbone normalises by itself.',
+        "Get these, or pass device='wrist'.",
+        "In ... , convert it to numbers, text, tensors, or lists and dicts of these.",
+        "Its label is to be the same whenever it is read, second of a pair or in a dict.",
+        "Keep what a step needs of it in the memory that `on_download` returns, or set `vectorizable = False`.",
+        "Leave ` ... ` out: it predicts by a rule of its own, which the step of ` ... ` would pass by.",
+        "Leave it out for ... .",
+        "Leave shared samples out of one, or pass `split=Split(test=0.2)`, which keeps copies together.",
+        "Leave the copies out of the data: ` ... ` draws the test samples itself.",
+        "Let `on_download` fill in what is not there yet, or set `vectorizable = False`.",
+        "Let the data set give pairs of a tensor and a label.",
+        "Let the dataset return pairs, or measure in `test_step` of a module whose `forward` does not return logits.",
+        "Log each number under its own name.",
+        "Lower `max_epochs`.",
+        "Lower `people`, `train_per_class` or `test_per_class`.",
+        "Lower `rounds`, `samples_per_round` ( ... ), `test_per_class` or `pretrain_per_class`.",
+        "Name a later round for the client, or leave the client out.",
+        "Pad them to one, in `collate_fn`.",
+        "Pass ... or more, or run ... for the original images.",
+        "Pass the object as ` ... =...`.",
+        "Pass, for example, 32, or use a layout with whole recordings.",
+        "Put ` ... ` after `BaseSession` in `callbacks`.",
+        "Put `ContinualMetrics` after ` ... ` in `callbacks`.",
+        'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.',
+        "Raise `max_epochs`.",
+        "Raise the network's `num_classes`.",
+        "Resume from the newest checkpoint, which has all clients' states.",
+        "Resume from the newest checkpoint, with any number of `devices`.",
+        "Run `pip install ... `.",
+        "Save with `every_n_epochs`, not `every_n_train_steps`.",
+        "Set `cohort_size=1`.",
+        "Set a larger `batch_size`.",
+        "Set fewer devices, or a `cohort_size` below ... , which changes results by rounding alone.",
+        "Set fewer devices.",
+        "Set the network's `image_size` and `channels`, or the data set's `size`.",
+        "Simulate the federation, or leave ` ... ` out.",
+        "Start them with one recipe, one set of data and one installation.",
+        "There are ... .",
+        "Use `participation=1.0`, or a scenario whose clients enter each experience together.",
+        "Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two samples.",
+        "Use a transform of `torchvision.transforms.v2`, or a function of one sample.",
+        "Use a transform of samples as the dataset returns them.",
+        "Use another `checkpoint_io`, or train without checkpoints: `enable_checkpointing=False`.",
+        "Use the publishers' CSV files.",
+        "Write it anew.",
+    ]
+)
+
+
+def covers(hint, parts):
+    """Return whether a row's hint is of a text: two words or more of its longest part, or all parts."""
+    longest = max(parts, key=len)
+    if len(longest.split()) > 1:
+        return longest in hint or (len(hint.split()) > 1 and hint in longest)
+    return all(part in hint for part in parts)
+
+
+def untried(package, hints, elsewhere):
+    """Return the texts of hints that fewer rows and tests try than places have them, with the places."""
+    places = defaultdict(set)
+    for site in package.sites():
+        if not site.file.startswith(WITHOUT_ROWS) and site.parts:
+            places[site.parts].add(f"{site.file}:{site.line}")
+    found = {}
+    for parts, where in places.items():
+        rows = sum(covers(hint, parts) for hint in hints)
+        tests = sum(len(tests) for hint, tests in elsewhere.items() if covers(hint, parts))
+        if rows + tests < len(where):
+            found[" ... ".join(parts)] = sorted(where)
+    return found
+
+
+@pytest.fixture(scope="module")
+def package():
+    return read_package(ROOT / "lightning_fcl")
+
+
+HINTS = [row.hint for row in ROWS.values()]
+
+
+def test_each_hint_is_tried(package):
+    found = untried(package, HINTS, TRIED_ELSEWHERE)
+    assert {text: where for text, where in found.items() if text not in {**UNTRIED, **WITHOUT_A_ROW_YET}} == {}
+    assert {*UNTRIED, *WITHOUT_A_ROW_YET} <= found.keys()
+
+
+def test_each_hint_without_a_constant_text_is_listed(package):
+    found = {f"{site.file} {site.function.split('.')[-1]}" for site in package.sites() if not is_text(site)}
+    assert {one for one in found if not one.startswith(WITHOUT_ROWS)} == PASSED_ON.keys()
+
+
+def is_text(site):
+    return site.parts or HOLE not in site.text
+
+
+@pytest.mark.parametrize("part", TRIED_ELSEWHERE)
+def test_tests_of_other_files_provoke_the_hint(part):
+    longest = max((word.strip("`.,") for word in part.split()), key=len)
+    for test in TRIED_ELSEWHERE[part]:
+        file, _, name = test.partition("::")
+        source = (ROOT / file).read_text()
+        assert re.search(rf"^def {name}\(", source, re.MULTILINE)
+        assert longest in source
+
+
+SAMPLE = """
+from lightning_fcl.words import SAVE, suggest
+
+CONSTANT = "Use a constant text."
+TABLE = {"a": "Use a text of a table."}
+
+class Model:
+    def check(self, mode, way="x"):
+        if mode == 0:
+            raise Error("...", hint="Use a plain text.")
+        if mode == 1:
+            raise Error("...", hint=f"Use `{mode}`, or a text with values.")
+        if mode == 2:
+            fix = "Use a text of a variable."
+            if way:
+                fix = "Use another text of a variable."
+            raise Error("...", hint=fix)
+        if mode == 3:
+            raise Error("...", hint=CONSTANT if way else SAVE)
+        if mode == 4:
+            raise Error("...", hint=suggest(mode) or "Use a text after a function.")
+        if mode == 5:
+            self.refuse("Use a text that is passed on.")
+        if mode == 6:
+            raise Error("...", hint="Use a text " + "of two parts.")
+        if mode == 7:
+            message, fix_of_pair = pair(mode)
+            raise Error(message, hint=fix_of_pair)
+        raise Error("...", hint="")
+
+    def refuse(self, remedy):
+        raise Error("...", hint=remedy)
+
+def pair(mode):
+    return "...", "Use a text of a pair."
+"""
+WORDS = """
+SAVE = "Use an imported text."
+
+def suggest(mode):
+    return f"Use a text that a function returns for {mode}."
+"""
+TEXTS = [
+    "Use ` ... `, or a text with values.",
+    "Use a constant text.",
+    "Use a plain text.",
+    "Use a text after a function.",
+    "Use a text of a pair.",
+    "Use a text of a variable.",
+    "Use a text of two parts.",
+    "Use a text that a function returns for ... .",
+    "Use a text that is passed on.",
+    "Use an imported text.",
+    "Use another text of a variable.",
+]
+
+
+def test_hints_of_a_sample_are_found():
+    sample = Package({"sample.py": SAMPLE, "words.py": WORDS})
+    assert sorted(untried(sample, [], {})) == TEXTS
+    assert untried(sample, [text.replace(" ... ", "1") for text in TEXTS], {}) == {}
+    others = [text.replace(" ... ", "1") for text in TEXTS if "constant" not in text]
+    assert [*untried(sample, others, {})] == ["Use a constant text."]
+    assert untried(sample, others, {"Use a constant text.": ["tests/test_x.py::test_y"]}) == {}
+
+
+def test_two_places_with_one_text_need_two_rows():
+    sample = Package({"a.py": 'raise Error("", hint="Leave it out.")', "b.py": 'raise Error("", hint="Leave it out.")'})
+    assert untried(sample, ["Leave it out."], {}) == {"Leave it out.": ["a.py:1", "b.py:1"]}
+    assert untried(sample, ["Leave it out.", "Leave it out."], {}) == {}
+
+
+def test_a_new_hint_of_the_package_is_untried(package):
+    source = 'raise ValueError("...", hint="Use a hint without a row.")'
+    assert untried(Package({"new.py": source}), HINTS, TRIED_ELSEWHERE) == {"Use a hint without a row.": ["new.py:1"]}
