@@ -27,7 +27,8 @@ from lightning_fcl.errors import (
 from lightning_fcl.io.reading import reading
 from lightning_fcl.io.safe_yaml import parse, read_yaml
 from lightning_fcl.library_errors import one_line
-from lightning_fcl.running.recipe import SECTIONS, Recipe, merge
+from lightning_fcl.running.merging import SECTIONS, merge
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import paper_rows
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fcl.annotations import argument_types, describe, explain
+from lightning_fcl.annotations import (
+    argument_types,
+    describe,
+    explain,
+    is_maker,
+    item_type,
+    members,
+    object_types,
+)
 from lightning_fcl.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -29,14 +36,13 @@ from lightning_fcl.errors import (
 )
 from lightning_fcl.io.safe_yaml import load_yaml, resolve_maker
 from lightning_fcl.library_errors import LibraryError, first_line, match_error, one_line
-from lightning_fcl.running.recipe import SECTIONS, argument_names, full_name, is_spec
+from lightning_fcl.running.merging import SECTIONS, argument_names, full_name, is_spec
 from lightning_fcl.simulation.hooks import RestoredNote
 
 MODE = "recipe"
 """The mode of jsonargparse in which values are read within limits."""
 
 _BY_LIGHTNING = "Expected a recipe that Lightning accepts but got:"
-_PLAIN = ("builtins", "types", "collections.abc", "pathlib", "typing")  # modules of classes that no recipe makes
 _OPTIONS = {"seed_everything": bool | int, "out": str | None, "ckpt_path": str | None, "weights_only": bool | None}
 _ANY = inspect.Parameter.empty
 
@@ -204,16 +210,16 @@ class _Diagnosis:
         """Check a value by the annotation of its argument."""
         name = path.rpartition(".")[2]
         if isinstance(value, list):
-            inner = next((get_args(one)[0] for one in _members(hint) if _is_list(one)), Any)
-            for one in value if _classes(inner) else ():
+            inner = item_type(hint)
+            for one in value if object_types(inner) else ():
                 self._check_value(path, one, inner, _ANY)
-        elif isinstance(value, Mapping) and not is_spec(value) and _classes(hint):
+        elif isinstance(value, Mapping) and not is_spec(value) and object_types(hint):
             self._check_shorthand(path, value)
         elif is_spec(value) or (_may_name_class(value, hint) and not self._accepts(value, hint)):
             spec = value if isinstance(value, Mapping) else {"class_path": value}
-            made = _resolve(path, spec["class_path"], _classes(hint))
+            made = _resolve(path, spec["class_path"], object_types(hint))
             self._check_arguments(full_name(made), path, made, spec.get("init_args") or {})
-            if not any(_returns(one) for one in _members(hint)):  # a function gets further arguments when it is called
+            if not any(is_maker(one) for one in members(hint)):  # a function gets further arguments when it is called
                 self._check_required(full_name(made), path, made, spec.get("init_args") or {})
             if not self._accepts(value, hint):
                 self._check_short_names(path, made, spec.get("init_args") or {})
@@ -234,7 +240,7 @@ class _Diagnosis:
         for argument, value in values.items():
             if is_spec(value) and "." not in str(value["class_path"]):
                 hint, _ = types.get(argument, (Any, _ANY))
-                found = _resolve(f"{path}.{argument}", value["class_path"], _classes(hint))
+                found = _resolve(f"{path}.{argument}", value["class_path"], object_types(hint))
                 raise InvalidValueError(
                     f"Expected the class of `{path}.{argument}` with its module but got {value['class_path']}.",
                     hint=f"Write {full_name(found)}.",
@@ -349,7 +355,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
 def _may_name_class(value: object, hint: Any) -> bool:
     """Return whether a text is meant as the name of a class, with its module or without, and not as a number."""
     is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
-    return is_name and bool(_classes(hint)) and not {int, float} & {*_members(hint)}
+    return is_name and bool(object_types(hint)) and not {int, float} & {*members(hint)}
 
 
 def _where(module: str) -> str:
@@ -367,31 +373,6 @@ def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
         if not kind.__name__.startswith("_") and "<locals>" not in kind.__qualname__ and not inspect.isabstract(kind):
             found.setdefault(kind.__name__, []).append(f"{kind.__module__}.{kind.__qualname__}")
     return found
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _is_list(hint: Any) -> bool:
-    return isinstance(get_origin(hint), type) and issubclass(get_origin(hint), list) and bool(get_args(hint))
-
-
-def _returns(hint: Any) -> bool:
-    """Return whether an annotation is that of a function with a return type."""
-    return get_origin(hint) is collections.abc.Callable and bool(get_args(hint))
-
-
-def _classes(hint: Any) -> tuple[type, ...]:
-    """Return the classes whose objects an annotation accepts, also those that a function returns; no plain types."""
-    found: list[type] = []
-    for one in _members(hint):
-        kind = get_origin(one) or one
-        if _returns(one):
-            found += _classes(get_args(one)[-1])
-        elif isinstance(kind, type) and kind.__module__ not in _PLAIN:
-            found.append(kind)
-    return tuple(found)
 
 
 def _described(bases: tuple[type, ...]) -> str:
