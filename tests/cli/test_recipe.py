@@ -345,12 +345,52 @@ def test_printed_commands_can_be_pasted(tmp_path):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("file", ["same.yaml", "other.yaml", "adam.yaml", "short.yaml", "plus.yaml"])
-def test_a_copy_has_the_values_of_the_merged_files(file, tmp_path):
-    row = Row("a row", (QUICKSTART, Path(file)), settings=(Setting("model.optimizer", "torch.optim.AdamW"),))
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("same.yaml", "--model.optimizer torch.optim.AdamW"),
+        (
+            "other.yaml",
+            "--data.scenario '{class_path: ClassIncremental, init_args: {experiences: 5}}' --data.batch_size 8",
+        ),
+        ("adam.yaml", "--trainer.callbacks+ FedProx --trainer.callbacks.mu 1e-3"),
+        ("short.yaml", "--recipe.row on --trainer.max_time 12:30:45:00 --trainer.strategy auto"),
+        ("plus.yaml", "--trainer.callbacks+ '{class_path: EWC}' --data.split.train_clients [a,b]"),
+        ("folder/files.yaml", "--model.limits '{low: 4}' --model.others.high 3 --model.dict_kwargs.a.b 3"),
+    ],
+)
+def test_a_copy_has_the_values_of_the_merged_files(file, line, tmp_path):
+    settings = Recipe.of_words(shlex.split(line)).settings
+    row = Row("a row", (QUICKSTART, Path(file)), settings=settings)
     (tmp_path / "copy.yaml").write_text(fit_command.flat(row))
     wanted = resolve_recipe(row.recipe)
     assert resolve_recipe(Recipe((tmp_path / "copy.yaml",))) | {"out": wanted["out"]} == wanted
+
+
+def test_a_copy_keeps_comments_and_style(tmp_path):
+    base = """# head
+trainer:
+  max_epochs: 1e1  # ten
+  callbacks:
+  # first
+  - class_path: Replay
+    init_args: {max_size: 0x10}  # sixteen
+"""
+    more = """# another head
+trainer:
+  callbacks+:
+  - class_path: FedProx  # second
+data:
+  split: {test: "0.5"}  # half
+  'on': 1
+"""
+    for name, text in (("base.yaml", base), ("more.yaml", more)):
+        (tmp_path / name).write_text(text)
+    assert fit_command.flat(Row("a row", (Path("base.yaml"), Path("more.yaml")))) == (
+        "# head\n# another head\n"
+        + base.removeprefix("# head\n")
+        + more.removeprefix("# another head\ntrainer:\n  callbacks+:\n")
+    )
 
 
 def test_what_an_executor_is_told_is_passed_on(monkeypatch):
