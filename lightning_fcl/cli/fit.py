@@ -89,7 +89,8 @@ class Fit(Command):
         elif runs and "out" not in recipe.content():
             recipe = recipe.with_values({"out": str(runs[-1])})
         with many_imports():  # after the errors that do not need them
-            from lightning_fcl.running.fit import FitCLI, resolved_text, run
+            from lightning_fcl.running.federated_cli import FitCLI
+            from lightning_fcl.running.fit import resolved_text, run
         if printed:
             print(resolved_text(recipe, list(filter(None, options.print_config.split(",")))), end="")
             return
@@ -113,7 +114,8 @@ def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
 def print_help(command: str) -> None:
     """Print every argument that a command takes, and end."""
     with many_imports():
-        from lightning_fcl.running.fit import FederatedCLI, make_cli
+        from lightning_fcl.running.federated_cli import FederatedCLI
+        from lightning_fcl.running.fit import make_cli
     make_cli([command, "--help"], FederatedCLI)
 
 
@@ -213,7 +215,8 @@ class Test(Command):
         if options.out:
             recipe = recipe.with_values({"out": options.out})
         with many_imports():
-            from lightning_fcl.running.fit import FederatedCLI, run
+            from lightning_fcl.running.federated_cli import FederatedCLI
+            from lightning_fcl.running.fit import run
         run("test", recipe, FederatedCLI)
 
 

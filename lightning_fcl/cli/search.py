@@ -213,7 +213,8 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
 def try_settings(search: Search) -> list[dict[str, Any]]:
     """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
-    from lightning_fcl.running.fit import as_list, resolve_recipe
+    from lightning_fcl.running.federated_cli import as_list
+    from lightning_fcl.running.fit import resolve_recipe
 
     callbacks: list[dict[str, Any]] = as_list(resolve_recipe(search.recipe)["trainer"]["callbacks"])
     lowest = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}

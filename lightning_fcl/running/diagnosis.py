@@ -1,18 +1,16 @@
-"""Errors for recipes that the parser or Lightning rejects, with the argument, its value and the nearest name."""
+"""Errors for recipes that the parser rejects, with the argument, its value and the nearest name."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_fcl.annotations import (
     argument_types,
@@ -35,78 +33,14 @@ from lightning_fcl.errors import (
     other_lightning,
 )
 from lightning_fcl.io.safe_yaml import load_yaml, resolve_maker
-from lightning_fcl.library_errors import LibraryError, first_line, match_error, one_line
+from lightning_fcl.library_errors import first_line, one_line
 from lightning_fcl.running.merging import SECTIONS, argument_names, full_name, is_spec
-from lightning_fcl.simulation.hooks import RestoredNote
 
 MODE = "recipe"
 """The mode of jsonargparse in which values are read within limits."""
 
-_BY_LIGHTNING = "Expected a recipe that Lightning accepts but got:"
 _OPTIONS = {"seed_everything": bool | int, "out": str | None, "ckpt_path": str | None, "weights_only": bool | None}
 _ANY = inspect.Parameter.empty
-
-
-@contextlib.contextmanager
-def convert_errors() -> Iterator[None]:
-    """Convert errors of Lightning in this block into errors of the library, with a hint."""
-    try:
-        yield
-    except LightningFCLError:
-        raise
-    except Exception as error:
-        if known := convert_lightning_error(error):
-            raise known from error
-        if isinstance(error, MisconfigurationException):
-            raise InvalidValueError(f"{_BY_LIGHTNING} {error}", code="rejected-by-lightning") from error
-        restored = [note for note in getattr(error, "__notes__", []) if isinstance(note, RestoredNote)]
-        if not restored or isinstance(error, ImportError | ValueError):
-            raise
-        raise InvalidValueError(
-            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}.",
-            hint="Continue from another one, or start without `ckpt_path`.",
-            argument="ckpt_path",
-        ) from error
-
-
-def convert_lightning_error(error: Exception) -> InvalidValueError | None:
-    """Return the error of the library for one that Lightning or torch raises for a wrong argument; None for others."""
-    if found := match_error(error, LibraryError.UNKNOWN_PLUGIN):
-        hint = did_you_mean(found[3], ["federated", "auto", "cpu", "gpu", "cuda"])
-        return UnknownNameError(found[1], hint=hint, argument=f"trainer.{found[2]}", value=found[3])
-    if found := match_error(error, LibraryError.UNKNOWN_METRIC):
-        known = re.findall(r"[`']([^`',]+/[^`',]+)[`']", found["known"])
-        return UnknownNameError(
-            f"Expected `monitor` to be a metric that is logged but got {found['name']}.",
-            hint=_nearest(found["name"], known),
-            argument="monitor",
-            value=found["name"],
-        )
-    if found := match_error(error, LibraryError.SEED_BOUNDS):
-        return InvalidValueError(
-            f"Expected `seed_everything` to be from 0 to {found[2]} but got {found[1]}.",
-            argument="seed_everything",
-            value=int(found[1]),
-        )
-    if found := match_error(error, LibraryError.SAME_CALLBACKS):
-        return InvalidValueError(
-            f"Expected one `{found[1]}` among the callbacks but got several.",
-            hint="Leave all but one out.",
-            argument="trainer.callbacks",
-        )
-    if match_error(error, LibraryError.DEVICES):
-        return InvalidValueError(
-            "Expected `trainer.devices` to be 1 in a federation but got another number.",
-            hint="Set it to 1, or leave it out.",
-            argument="trainer.devices",
-        )
-    if found := match_error(error, LibraryError.NO_TORCH_DEVICE):
-        return InvalidValueError(
-            f"Expected an accelerator that this machine has but: {found[1]}",
-            hint="Use `--trainer.accelerator cpu`.",
-            argument="trainer.accelerator",
-        )
-    return None
 
 
 def explain_parser_error(
@@ -377,10 +311,6 @@ def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
 
 def _described(bases: tuple[type, ...]) -> str:
     return " or ".join(describe(kind) for kind in bases) or "an object"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    return did_you_mean(name, known) or f"There are {', '.join(known)}."
 
 
 def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:
