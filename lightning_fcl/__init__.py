@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_fcl.federation.wire import Quantize as Quantize
     from lightning_fcl.federation.wire import TopK as TopK
     from lightning_fcl.local.local_steps import client_steps as client_steps
-    from lightning_fcl.running.fit import FederatedCLI as FederatedCLI
+    from lightning_fcl.running.federated_cli import FederatedCLI as FederatedCLI
     from lightning_fcl.simulation.federation import client_model as client_model
     from lightning_fcl.simulation.strategy import FederatedStrategy as FederatedStrategy
     from lightning_fcl.tasks.classification import Classifier as Classifier

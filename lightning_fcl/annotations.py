@@ -6,6 +6,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from inspect import Parameter, signature, unwrap
@@ -18,6 +20,7 @@ _STRICT = (_PACKAGE, "lightning", "numpy", "torch")  # packages whose objects ar
 _SEQUENCES = (list, tuple, Sequence, Iterable, Collection)
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
 _FUNCTION: Any = Callable
+_PLAIN = ("builtins", "types", "collections.abc", "pathlib", "typing")  # modules of classes that no recipe makes
 _TRUTH = dict.fromkeys(("true", "yes", "on", "1", "1.0"), True) | dict.fromkeys(
     ("false", "no", "off", "0", "0.0"), False
 )
@@ -60,8 +63,17 @@ def argument_types(make: Callable[..., object]) -> dict[str, tuple[Any, object]]
     module = getattr(called, "__module__", None) or make.__module__
     types = resolve_annotations(getattr(called, "__annotations__", {}), module)
     if isinstance(make, type):
-        types = {**types, **field_types(make)}
+        types |= {name: hint for name, hint in field_types(make).items() if hint is not Any or name not in types}
     return {name: (types.get(name, Any), one.default) for name, one in signature(make).parameters.items()}
+
+
+def all_argument_types(make: Callable[..., object]) -> dict[str, Any]:
+    """Return the types of the arguments of a class or function, and of those that a class may pass on to its bases."""
+    types: dict[str, Any] = {}
+    for one in reversed(make.__mro__) if isinstance(make, type) else (make,):
+        with suppress(TypeError, ValueError):  # A built-in class may have no signature.
+            types |= {name: hint for name, (hint, _) in argument_types(one).items()}
+    return types
 
 
 def _is_plain(hint: Any) -> bool:
@@ -185,7 +197,7 @@ def describe(hint: Any, plural: bool = False) -> str:
 
 def words_of(hint: Any) -> list[str]:
     """Return the words that an annotation accepts, those of `Literal`."""
-    return [word for one in _members(hint) if get_origin(one) is Literal for word in get_args(one) if type(word) is str]
+    return [word for one in members(hint) if get_origin(one) is Literal for word in get_args(one) if type(word) is str]
 
 
 def describe_choices(choices: Iterable[object]) -> str:
@@ -220,7 +232,7 @@ def _fix(name: str, value: Any, hint: Any, default: object) -> str:
         return f"Use {'a finite number' if is_number(value) else 'finite numbers'}{example}."
     if isinstance(value, str) and (near := get_close_matches(value.lower(), words_of(hint), 1)):
         return f"Use `{name}={quoted_value(near[0])}`."
-    found = [_convert(value, wanted) for wanted in _members(hint)]
+    found = [_convert(value, wanted) for wanted in members(hint)]
     usable = [other for other in found if other is not None and accepts(other, hint)]
     equal = [other for other in usable if isinstance(other, bool) or other == _convert(value, float)]
     if equal:
@@ -238,8 +250,51 @@ def _arguments(kind: type) -> str:
     return "..." if any(one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for one in needed) else ""
 
 
-def _members(hint: Any) -> Sequence[Any]:
+def members(hint: Any) -> Sequence[Any]:
+    """Return the members of a union, or the annotation itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def item_type(hint: Any) -> Any:
+    """Return the annotation of the items of a list, or of the values of a dictionary. `Any` if it is unknown.
+
+    Example:
+        >>> item_type(int | list[str]), item_type(Mapping[str, float]), item_type(int)
+        (<class 'str'>, <class 'float'>, typing.Any)
+    """
+    for one in members(hint):
+        kind, within = get_origin(one), get_args(one)
+        if isinstance(kind, type) and within and issubclass(kind, Iterable) and kind is not tuple:
+            return within[-1]
+    return Any
+
+
+def is_maker(hint: Any) -> bool:
+    """Return whether an annotation is that of a function with a return type, as `Callable[[int], str]`."""
+    return get_origin(hint) is _FUNCTION and bool(get_args(hint))
+
+
+def object_types(hint: Any) -> tuple[type, ...]:
+    """Return the classes whose objects an annotation accepts, also those that a function returns. Plain types are none.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> object_types(Fraction | str | None), object_types(Callable[[int], Fraction]), object_types(list[Fraction])
+        ((<class 'fractions.Fraction'>,), (<class 'fractions.Fraction'>,), ())
+    """
+    found: list[type] = []
+    for one in members(hint):
+        kind = get_origin(one) or one
+        if is_maker(one):
+            found += object_types(get_args(one)[-1])
+        elif isinstance(kind, type) and kind.__module__ not in _PLAIN and not issubclass(kind, os.PathLike):
+            found.append(kind)
+    return tuple(found)
+
+
+def dataclass_type(hint: Any) -> type | None:
+    """Return the dataclass whose objects an annotation accepts. None if there is none."""
+    return next((one for one in members(hint) if isinstance(one, type) and is_dataclass(one)), None)
 
 
 def _convert(value: Any, wanted: Any) -> Any:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import shlex
 import sys
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.scalarstring import SingleQuotedScalarString
+from yaml import YAMLError
 
 from lightning_fcl.cli.main import Command
 from lightning_fcl.door import many_imports, summaries
@@ -23,8 +27,8 @@ from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.io.checkpoint import checkpoint_of_run
 from lightning_fcl.io.reading import read_text
-from lightning_fcl.io.safe_yaml import read_yaml
-from lightning_fcl.running.recipe import Recipe, read_recipe_file
+from lightning_fcl.io.safe_yaml import load_yaml
+from lightning_fcl.running.recipe import Recipe, Setting, read_recipe_file
 from lightning_fcl.running.rows import Row, find_recipe, find_recipes
 from lightning_fcl.running.secret_values import secrets_of, text_without_secrets
 
@@ -91,7 +95,8 @@ class Fit(Command):
         elif runs and "out" not in recipe.content():
             recipe = recipe.with_values({"out": str(runs[-1])})
         with many_imports():  # after the errors that do not need them
-            from lightning_fcl.running.fit import FitCLI, resolved_text, run
+            from lightning_fcl.running.federated_cli import FitCLI
+            from lightning_fcl.running.fit import resolved_text, run
         if printed:
             text = resolved_text(recipe, list(filter(None, options.print_config.split(","))))
             print(text_without_secrets(text, list(secrets_of(recipe.content()))), end="")
@@ -116,7 +121,8 @@ def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
 def print_help(command: str) -> None:
     """Print every argument that a command takes, and end."""
     with many_imports():
-        from lightning_fcl.running.fit import FederatedCLI, make_cli
+        from lightning_fcl.running.federated_cli import FederatedCLI
+        from lightning_fcl.running.fit import make_cli
     make_cli([command, "--help"], FederatedCLI)
 
 
@@ -216,7 +222,8 @@ class Test(Command):
         if options.out:
             recipe = recipe.with_values({"out": options.out})
         with many_imports():
-            from lightning_fcl.running.fit import FederatedCLI, run
+            from lightning_fcl.running.federated_cli import FederatedCLI
+            from lightning_fcl.running.fit import run
         run("test", recipe, FederatedCLI)
 
 
@@ -257,71 +264,71 @@ class Cp(Command):
 
 
 def flat(row: Row) -> str:
-    """A recipe as one file that stands for the same but for its folder, with the comments of all its files."""
+    """Return a recipe as one file with the same content but no folder, and with the comments of all its files."""
     yaml = YAML()
     yaml.width = 120
-    yaml.preserve_quotes = True  # a key `on` would be read as true without
-    heads, whole = [], CommentedMap()
+    yaml.preserve_quotes = True
+    content = Recipe((*row.recipe.files, *map(_typed, row.recipe.settings))).content()
+    content.pop("out", None)  # The results of a file go to a folder of its own name.
+    heads, styles = list[str](), list[Any]()
     for path in row.recipe.files:
-        read_yaml(path)  # bounded, and understood
-        text = read_text(path)
-        head = [line for line in text.split("\n") if line.startswith("#")]
-        heads += [line for line in head if line not in heads]
-        body = yaml.load("\n".join(line for line in text.split("\n") if not line.startswith("#")))
-        _merge(whole, body)
-    for setting in row.recipe.settings:
-        parsed = YAML(typ="safe").load(setting.value)
-        plain = isinstance(parsed, dict | list) and setting.value[0] not in "{["  # text with a colon in it
-        *sections, last = setting.name.split(".")
-        more = CommentedMap({last: setting.value if plain else parsed})
-        for section in reversed(sections):
-            more = CommentedMap({section: more})
-        _merge(whole, more)
-    _assign(whole, row.recipe.content())
-    whole.pop("out", None)  # a file's results go to a folder of its own name
+        lines = read_text(path).split("\n")
+        heads += [line for line in lines if line.startswith("#") and line not in heads]
+        styles.append(yaml.load("\n".join(line for line in lines if not line.startswith("#"))))
     out = io.StringIO()
-    yaml.dump(whole, out)
+    yaml.dump(_styled(content, styles), out)
     return "\n".join([*heads, out.getvalue()])
 
 
-def _assign(whole: CommentedMap, content: Mapping[str, Any]) -> None:
-    """Give a recipe with comments the values of another one; what is equal keeps its style and its comments."""
-    for key in [key for key in whole if key not in content]:
-        del whole[key]
-    for key, value in content.items():
-        here = whole.get(key)
-        if isinstance(here, CommentedMap) and isinstance(value, Mapping):
-            _assign(here, value)
-        elif isinstance(here, list) and isinstance(value, list) and len(here) == len(value):
-            for number, (old, new) in enumerate(zip(here, value, strict=True)):
-                if isinstance(old, CommentedMap) and isinstance(new, Mapping):
-                    _assign(old, new)
-                elif old != new:
-                    here[number] = new
-        elif here != value and not (isinstance(value, str) and YAML(typ="safe").load(value) == here):
-            whole[key] = value
+def _typed(setting: Setting) -> Setting:
+    """Return a setting with a number, list or dictionary in place of its text, as a file has it."""
+    text = setting.value
+    if isinstance(text, str):
+        with suppress(ValueError, YAMLError):  # Another text stays a text.
+            return Setting(setting.name, load_yaml(text) if text[:1] in ("{", "[") else json.loads(text))
+    return setting
 
 
-def _merge(whole: CommentedMap, more: CommentedMap) -> None:
-    """Merge a recipe into another one with its comments and style. `_assign` corrects the values."""
-    for key, value in more.items():
-        name = key.removesuffix("+")
-        here = whole.get(name)
-        if key != name and isinstance(here, list):
-            here.extend(value if isinstance(value, list) else [value])
-        elif isinstance(value, CommentedMap) and isinstance(here, list):
-            _merge(here[-1], value)  # as the command line means it
-        elif isinstance(value, CommentedMap) and isinstance(here, str) and "init_args" in value:
-            whole[name] = CommentedMap({"class_path": here})
-            _merge(whole[name], value)
-        elif (
-            isinstance(value, CommentedMap)
-            and isinstance(here, CommentedMap)
-            and not ("class_path" in value and value["class_path"] != here.get("class_path"))
-        ):
-            here.fa.set_block_style()  # a comment on a line of its own breaks the lines of a flow
-            _merge(here, value)
-        else:
-            whole[name] = value
-        if key in more.ca.items:
-            whole.ca.items[name] = more.ca.items[key]
+def _styled(value: Any, styles: Sequence[Any]) -> Any:
+    """Return a value with the comments and the style that it has in files.
+
+    Args:
+        value: The value: a dictionary, a list, or a plain value.
+        styles: What stands in its place in the files, later ones over earlier ones.
+    """
+    if isinstance(value, Mapping):
+        maps = [one for one in styles if isinstance(one, CommentedMap)]
+        mapping = CommentedMap()
+        for key, inner in value.items():
+            found = [(one, name) for one in maps for name in one if name.removesuffix("+") == key]
+            written = next((name for _, name in reversed(found) if name == key), _quoted(key))
+            mapping[written] = _styled(inner, [one[name] for one, name in found])
+            for one, name in found:
+                if name in one.ca.items:
+                    mapping.ca.items[written] = one.ca.items[name]
+        if maps and all(one.fa.flow_style() for one in maps):
+            mapping.fa.set_flow_style()
+        return mapping
+    if isinstance(value, list):
+        lists = [one for one in styles if isinstance(one, CommentedSeq)]
+        items = [same for one in lists for same in one]
+        sequence = CommentedSeq(_styled(one, [same for same in items if _is_same(one, same)]) for one in value)
+        if lists and all(one.fa.flow_style() for one in lists):
+            sequence.fa.set_flow_style()
+        return sequence
+    written = [one for one in styles if isinstance(one, type(value)) and one == value]
+    return written[-1] if written else _quoted(value)
+
+
+def _quoted(value: Any) -> Any:
+    """Return a text with quotes if it would be read as something else without, such as ``on``."""
+    with suppress(YAMLError):
+        return SingleQuotedScalarString(value) if isinstance(value, str) and load_yaml(value) != value else value
+    return value
+
+
+def _is_same(value: Any, style: Any) -> bool:
+    """Return whether an entry of a list stands for the same in a file: it has the same class, or is equal."""
+    if isinstance(value, Mapping) and isinstance(style, Mapping) and "class_path" in value:
+        return bool(value["class_path"] == style.get("class_path"))
+    return bool(value == style)

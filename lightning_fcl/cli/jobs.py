@@ -251,7 +251,8 @@ def _train(job: Job) -> None:
     from lightning_fcl.io.checkpoint import newest_checkpoint
 
     with many_imports():
-        from lightning_fcl.running.fit import FederatedCLI, run
+        from lightning_fcl.running.federated_cli import FederatedCLI
+        from lightning_fcl.running.fit import run
 
     # One process: runs go side by side, the result is the same on any number, and others would start this command.
     more: dict[str, Any] = {"trainer.devices": 1, "trainer.num_nodes": 1}

@@ -27,7 +27,8 @@ from lightning_fcl.errors import (
 from lightning_fcl.io.reading import open_file, reading
 from lightning_fcl.io.safe_yaml import parse, read_yaml
 from lightning_fcl.library_errors import one_line
-from lightning_fcl.running.recipe import SECTIONS, Recipe, merge
+from lightning_fcl.running.merging import SECTIONS, merge
+from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import paper_rows
 
 
@@ -225,7 +226,8 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
 def try_settings(search: Search) -> list[dict[str, Any]]:
     """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
-    from lightning_fcl.running.fit import as_list, resolve_recipe
+    from lightning_fcl.running.federated_cli import as_list
+    from lightning_fcl.running.fit import resolve_recipe
 
     callbacks: list[dict[str, Any]] = as_list(resolve_recipe(search.recipe)["trainer"]["callbacks"])
     lowest = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_origin
 
 import lightning.pytorch as L
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_fcl.annotations import all_argument_types, dataclass_type, members
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import (
     EMPTY,
@@ -321,19 +322,15 @@ def _made(spec: Any, hint: Any = None) -> Any:
             return partial(kind, **arguments)  # whose parameters come later
         return kind(**arguments)
     if isinstance(spec, Mapping):
-        kinds = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)]
-        if kinds:
-            return kinds[0](**_arguments(kinds[0], spec))
+        if kind := dataclass_type(hint):
+            return kind(**_arguments(kind, spec))
         return {name: _made(value) for name, value in spec.items()}
     if isinstance(spec, list):
         made: Sequence[Any] = [_made(value) for value in spec]
-        return tuple(made) if any((get_origin(one) or one) is tuple for one in (hint, *get_args(hint))) else made
+        return tuple(made) if any((get_origin(one) or one) is tuple for one in members(hint)) else made
     return spec
 
 
 def _arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        hints = get_type_hints(vars(kind).get("__init__", kind) if isinstance(kind, type) else kind)
-    except (NameError, TypeError):  # of names that only type checkers import
-        hints = {}
-    return {name: _made(value, hints.get(name)) for name, value in given.items()}
+    types = all_argument_types(kind)
+    return {name: _made(value, types.get(name)) for name, value in given.items()}

@@ -45,7 +45,8 @@ from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
-from lightning_fcl.running.fit import FederatedCLI, as_list, run
+from lightning_fcl.running.federated_cli import FederatedCLI, as_list
+from lightning_fcl.running.fit import run
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.round import Round

@@ -12,12 +12,12 @@ from contextlib import suppress
 from functools import partial, wraps
 from importlib import import_module
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import nn
 
-from lightning_fcl.annotations import accepts, to_plain
+from lightning_fcl.annotations import accepts, all_argument_types, to_plain
 from lightning_fcl.errors import InvalidValueError, UnknownNameError, check_arguments, did_you_mean
 
 Arguments = ParamSpec("Arguments")
@@ -113,10 +113,10 @@ def cast_arguments(make: Callable[..., object], arguments: Mapping[str, object],
         raise UnknownNameError(
             f"Expected arguments of {_named(make)} for `{name}` but got others: {error}.", hint=hint, argument=name
         ) from None
-    hints = get_type_hints(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
+    types = all_argument_types(make)
     cast: dict[str, object] = {}
     for key, value in arguments.items():
-        hint = hints.get(key, object)
+        hint = types.get(key, Any)
         try:
             cast[key] = _cast(value, hint)
         except TypeError:

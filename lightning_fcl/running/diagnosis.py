@@ -1,21 +1,26 @@
-"""Errors for recipes that the parser or Lightning rejects, with the argument, its value and the nearest name."""
+"""Errors for recipes that the parser rejects, with the argument, its value and the nearest name."""
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_fcl.annotations import argument_types, describe, explain
+from lightning_fcl.annotations import (
+    argument_types,
+    describe,
+    explain,
+    is_maker,
+    item_type,
+    members,
+    object_types,
+)
 from lightning_fcl.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -28,80 +33,14 @@ from lightning_fcl.errors import (
     other_lightning,
 )
 from lightning_fcl.io.safe_yaml import load_yaml, resolve_maker
-from lightning_fcl.library_errors import LibraryError, first_line, match_error, one_line
-from lightning_fcl.running.recipe import SECTIONS, argument_names, full_name, is_spec
-from lightning_fcl.simulation.hooks import RestoredNote
+from lightning_fcl.library_errors import first_line, one_line
+from lightning_fcl.running.merging import SECTIONS, argument_names, full_name, is_spec
 
 MODE = "recipe"
 """The mode of jsonargparse in which values are read within limits."""
 
-_BY_LIGHTNING = "Expected a recipe that Lightning accepts but got:"
-_PLAIN = ("builtins", "types", "collections.abc", "pathlib", "typing")  # modules of classes that no recipe makes
 _OPTIONS = {"seed_everything": bool | int, "out": str | None, "ckpt_path": str | None, "weights_only": bool | None}
 _ANY = inspect.Parameter.empty
-
-
-@contextlib.contextmanager
-def convert_errors() -> Iterator[None]:
-    """Convert errors of Lightning in this block into errors of the library, with a hint."""
-    try:
-        yield
-    except LightningFCLError:
-        raise
-    except Exception as error:
-        if known := convert_lightning_error(error):
-            raise known from error
-        if isinstance(error, MisconfigurationException):
-            raise InvalidValueError(f"{_BY_LIGHTNING} {error}", code="rejected-by-lightning") from error
-        restored = [note for note in getattr(error, "__notes__", []) if isinstance(note, RestoredNote)]
-        if not restored or isinstance(error, ImportError | ValueError):
-            raise
-        raise InvalidValueError(
-            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}.",
-            hint="Use another checkpoint, or leave `ckpt_path` out.",
-            argument="ckpt_path",
-        ) from error
-
-
-def convert_lightning_error(error: Exception) -> InvalidValueError | None:
-    """Return the error of the library for one that Lightning or torch raises for a wrong argument; None for others."""
-    if found := match_error(error, LibraryError.UNKNOWN_PLUGIN):
-        hint = did_you_mean(found[3], ["federated", "auto", "cpu", "gpu", "cuda"])
-        return UnknownNameError(found[1], hint=hint, argument=f"trainer.{found[2]}", value=found[3])
-    if found := match_error(error, LibraryError.UNKNOWN_METRIC):
-        known = re.findall(r"[`']([^`',]+/[^`',]+)[`']", found["known"])
-        return UnknownNameError(
-            f"Expected `monitor` to be a metric that is logged but got {found['name']}.",
-            hint=_nearest(found["name"], known),
-            argument="monitor",
-            value=found["name"],
-        )
-    if found := match_error(error, LibraryError.SEED_BOUNDS):
-        return InvalidValueError(
-            f"Expected `seed_everything` to be from 0 to {found[2]} but got {found[1]}.",
-            hint="Use a seed in this range, such as 0.",
-            argument="seed_everything",
-            value=int(found[1]),
-        )
-    if found := match_error(error, LibraryError.SAME_CALLBACKS):
-        return InvalidValueError(
-            f"Expected one `{found[1]}` among the callbacks but got several.",
-            hint="Leave all but one out.",
-            argument="trainer.callbacks",
-        )
-    if match_error(error, LibraryError.DEVICES):
-        return InvalidValueError(
-            "Expected `trainer.devices` to be 1 in a federation but got another number.",
-            hint="Set it to 1, or leave it out.",
-            argument="trainer.devices",
-        )
-    if found := match_error(error, LibraryError.NO_TORCH_DEVICE):
-        return InvalidValueError(
-            f"Expected an accelerator that this machine has but: {found[1]}",
-            hint="Use `--trainer.accelerator cpu`.",
-            argument="trainer.accelerator",
-        )
-    return None
 
 
 def explain_parser_error(
@@ -205,16 +144,16 @@ class _Diagnosis:
         """Check a value by the annotation of its argument."""
         name = path.rpartition(".")[2]
         if isinstance(value, list):
-            inner = next((get_args(one)[0] for one in _members(hint) if _is_list(one)), Any)
-            for one in value if _classes(inner) else ():
+            inner = item_type(hint)
+            for one in value if object_types(inner) else ():
                 self._check_value(path, one, inner, _ANY)
-        elif isinstance(value, Mapping) and not is_spec(value) and _classes(hint):
+        elif isinstance(value, Mapping) and not is_spec(value) and object_types(hint):
             self._check_shorthand(path, value)
         elif is_spec(value) or (_may_name_class(value, hint) and not self._accepts(value, hint)):
             spec = value if isinstance(value, Mapping) else {"class_path": value}
-            made = _resolve(path, spec["class_path"], _classes(hint))
+            made = _resolve(path, spec["class_path"], object_types(hint))
             self._check_arguments(full_name(made), path, made, spec.get("init_args") or {})
-            if not any(_returns(one) for one in _members(hint)):  # a function gets further arguments when it is called
+            if not any(is_maker(one) for one in members(hint)):  # a function gets further arguments when it is called
                 self._check_required(full_name(made), path, made, spec.get("init_args") or {})
             if not self._accepts(value, hint):
                 self._check_short_names(path, made, spec.get("init_args") or {})
@@ -235,7 +174,7 @@ class _Diagnosis:
         for argument, value in values.items():
             if is_spec(value) and "." not in str(value["class_path"]):
                 hint, _ = types.get(argument, (Any, _ANY))
-                found = _resolve(f"{path}.{argument}", value["class_path"], _classes(hint))
+                found = _resolve(f"{path}.{argument}", value["class_path"], object_types(hint))
                 raise InvalidValueError(
                     f"Expected the class of `{path}.{argument}` with its module but got {value['class_path']}.",
                     hint=f"Write {full_name(found)}.",
@@ -351,7 +290,7 @@ def _resolve(path: str, name: object, bases: tuple[type, ...]) -> Any:
 def _may_name_class(value: object, hint: Any) -> bool:
     """Return whether a text is meant as the name of a class, with its module or without, and not as a number."""
     is_name = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
-    return is_name and bool(_classes(hint)) and not {int, float} & {*_members(hint)}
+    return is_name and bool(object_types(hint)) and not {int, float} & {*members(hint)}
 
 
 def _where(module: str) -> str:
@@ -371,37 +310,8 @@ def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
     return found
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _is_list(hint: Any) -> bool:
-    return isinstance(get_origin(hint), type) and issubclass(get_origin(hint), list) and bool(get_args(hint))
-
-
-def _returns(hint: Any) -> bool:
-    """Return whether an annotation is that of a function with a return type."""
-    return get_origin(hint) is collections.abc.Callable and bool(get_args(hint))
-
-
-def _classes(hint: Any) -> tuple[type, ...]:
-    """Return the classes whose objects an annotation accepts, also those that a function returns; no plain types."""
-    found: list[type] = []
-    for one in _members(hint):
-        kind = get_origin(one) or one
-        if _returns(one):
-            found += _classes(get_args(one)[-1])
-        elif isinstance(kind, type) and kind.__module__ not in _PLAIN:
-            found.append(kind)
-    return tuple(found)
-
-
 def _described(bases: tuple[type, ...]) -> str:
     return " or ".join(describe(kind) for kind in bases) or "an object"
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    return did_you_mean(name, known) or f"Use one of {', '.join(known)}."
 
 
 def _nearest_argument(path: str, name: str, names: Sequence[str], values: Mapping[str, Any]) -> str:

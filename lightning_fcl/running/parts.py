@@ -29,8 +29,10 @@ from lightning_fcl.io.checkpoint import checkpoint_file, checkpoint_of_run, read
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.trial import first_rows
-from lightning_fcl.running.diagnosis import convert_errors
-from lightning_fcl.running.fit import FederatedCLI, add_metrics, as_list, make_cli, refuse_no_round
+from lightning_fcl.running.federated_cli import FederatedCLI, add_metrics, as_list
+from lightning_fcl.running.fit import make_cli
+from lightning_fcl.running.lightning_errors import convert_errors
+from lightning_fcl.running.outcome import refuse_no_round
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.simulation.checkpoint_content import check_states
 from lightning_fcl.simulation.limits import check_ranks

@@ -17,7 +17,8 @@ from lightning_fcl.data.datasets import Arrays, load_dataset
 from lightning_fcl.errors import InvalidValueError, UnknownNameError
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.io.checkpoint import newest_checkpoint
-from lightning_fcl.running.fit import FederatedCLI, resolve_recipe, run
+from lightning_fcl.running.federated_cli import FederatedCLI
+from lightning_fcl.running.fit import resolve_recipe, run
 from lightning_fcl.running.parts import read_parts
 from lightning_fcl.running.recipe import Recipe, Setting
 from lightning_fcl.running.rows import RowEntry, expanded, paper_rows, recipes_folder

@@ -19,7 +19,8 @@ from lightning_fcl.errors import (
     UnknownNameError,
 )
 from lightning_fcl.running.fit import make_cli, resolve_recipe
-from lightning_fcl.running.recipe import Recipe, Setting, merge, take_settings
+from lightning_fcl.running.merging import merge
+from lightning_fcl.running.recipe import Recipe, Setting, take_settings
 from lightning_fcl.running.rows import Row, recipes_folder
 
 QUICKSTART = recipes_folder() / "quickstart.yaml"
@@ -35,9 +36,35 @@ FILES = {
     "lightning_fcl.models.MLP, init_args: {sizes: [64, 10]}}}}",
     "part.yaml": "model: net.yaml",
     "dotted.yaml": "trainer.max_epochs: 4",
+    "third_party.py": "from dataclasses import dataclass\nfrom lightning.pytorch import LightningModule\n"
+    "@dataclass\nclass Limits:\n    low: int = 1\n    high: int = 2\n    inner: LightningModule | None = None\n"
+    "class Net(LightningModule):\n"
+    "    def __init__(self, limits: Limits = Limits(), others: Limits | None = None, words: dict | None = None,\n"
+    "                 name: str = '', size: int = 1, inner: LightningModule | str | None = None,\n"
+    "                 layers: list[LightningModule] | None = None):\n        super().__init__()\n"
+    "class Derived(Net):\n    def __init__(self, **kwargs):\n        super().__init__(**kwargs)\n"
+    "class Open(LightningModule):\n    def __init__(self, **kwargs):\n        super().__init__()\n",
+    "limits.yaml": "model: {class_path: third_party.Net, init_args: {limits: {low: 5}, others: {low: 6}, "
+    "words: {a: 1}}}",
+    "more-limits.yaml": "model: {init_args: {limits: {high: 7}, others: {high: 8}, words: {b: 2}}}",
+    "folder/files.yaml": "model: {class_path: third_party.Derived, init_args: {limits: deeper/limits.yaml, inner: "
+    "deeper/first.yaml, name: files.yaml, layers: [deeper/first.yaml, third_party.Open]}}",
+    "folder/deeper/limits.yaml": "{high: 9, inner: second.yaml}",
+    "folder/deeper/first.yaml": "{class_path: third_party.Net, init_args: {size: 3, inner: second.yaml}}",
+    "folder/deeper/second.yaml": "{class_path: third_party.Net, init_args: {size: 4}}",
+    "folder/trainer.yaml": "trainer: deeper/trainer.yaml",
+    "folder/deeper/trainer.yaml": "{max_epochs: 7, callbacks: {class_path: Replay, init_args: {max_size: 3}}}",
 }
+NO_RECIPES = ("net.yaml", "more-limits.yaml", "third_party.py", "folder/deeper/")
 SAME = [
-    *(f"--config {name}" for name in FILES if name != "net.yaml"),
+    *(f"--config {name}" for name in FILES if not name.startswith(NO_RECIPES)),
+    "--config limits.yaml --config more-limits.yaml",
+    "--config limits.yaml --model.limits '{high: 7}' --model.others '{high: 8}' --model.words '{b: 2}'",
+    "--config limits.yaml --model.others.high 3",
+    "--config folder/files.yaml --model.limits.low 8 --model.inner.size 5",
+    "--model third_party.Net --model.inner folder/deeper/first.yaml --model.inner.name x",
+    "--model third_party.Open --model.dict_kwargs.a.b 3 --model.dict_kwargs.a.c 4",
+    "--model third_party.Open --model.dict_kwargs '{a: {b: 3}}' --model.dict_kwargs.a.c 4 --model.dict_kwargs.d e",
     "--trainer.max_epochs 3 --config adam.yaml --model.optimizer.lr 0.7 --config short.yaml",
     "--data.partition Dirichlet --data.partition.alpha .5",
     "--data.partition.clients 3 --data.partition.init_args.clients=4",
@@ -80,7 +107,9 @@ class Parsed(FederatedCLI):
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
 
@@ -108,6 +137,9 @@ def test_a_recipe_equals_its_words(line):
         ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
         ({"a": [1]}, {"a+": 2}, {"a": [1, 2]}),
         ({}, {"a+": [2, 3]}, {"a": [2, 3]}),
+        ({"b": {"a": [1]}}, {"b.a+": 2}, {"b": {"a": [1, 2]}}),
+        ({"a": {"class_path": "x.Y", "dict_kwargs": {"b": {"c": 1}}}}, {"a.dict_kwargs.b.c": 2},
+         {"a": {"class_path": "x.Y", "dict_kwargs": {"b": {"c": 1}, "b.c": 2}}}),
         ({"a": None}, {"a": {"b": 1}}, {"a": {"b": 1}}),
         ({"a": {"class_path": "x.Y", "init_args": {"b": 1}}}, {"a": {"c": 2}},
          {"a": {"class_path": "x.Y", "init_args": {"b": 1, "c": 2}}}),
@@ -137,6 +169,12 @@ def test_an_entry_that_a_list_lacks_is_an_error():
     assert raised.value.hint == "Did you mean Replay?"
     with pytest.raises(UnknownNameError):  # which of the two is meant?
         merge({"callbacks": ["Replay", "Replay"]}, {"callbacks": {"Replay": {"max_size": 1}}})
+
+
+@pytest.mark.parametrize("name", ["max_size", "Replay.max_size"])
+def test_an_entry_of_an_empty_list_is_an_error(name):
+    with pytest.raises(UnknownNameError, match="the list is empty"):
+        merge({"callbacks": []}, {f"callbacks.{name}": 1})
 
 
 def test_a_misspelt_key_of_a_class_is_an_error():
@@ -169,6 +207,51 @@ def test_a_section_may_be_a_file(tmp_path):
         with pytest.raises(UnknownNameError):
             Recipe((QUICKSTART, Setting(name, "fit"))).content()
     assert Recipe((QUICKSTART, Setting("trainer", None))).content() == Recipe((QUICKSTART,)).content()
+
+
+def net(size, inner=None):
+    return {"class_path": "third_party.Net", "init_args": {"size": size} | ({"inner": inner} if inner else {})}
+
+
+def test_names_of_files_are_relative_to_the_file_that_names_them(monkeypatch, tmp_path):
+    content = Recipe((Path("folder/files.yaml"), Path("folder/trainer.yaml"))).content()
+    given = content["model"]["init_args"]
+    assert given["limits"] == {"high": 9, "inner": net(4)}
+    assert given["inner"] == given["layers"][0] == net(3, net(4))
+    assert given["layers"][1] == "third_party.Open" and given["name"] == "files.yaml"
+    assert content["trainer"]["max_epochs"] == 7
+    chain = {"a.yaml": "model: folder/b.yaml", "folder/b.yaml": "deeper/c.yaml", "folder/deeper/c.yaml": "second.yaml"}
+    for name, text in chain.items():  # a file may hold the name of another file alone
+        (tmp_path / name).write_text(text)
+    assert Recipe((Path("a.yaml"),)).content() == {"model": net(4)}
+    monkeypatch.chdir(tmp_path / "folder")
+    assert Recipe((Path("../a.yaml"),)).content() == {"model": net(4)}
+    plus = Setting("model.layers+", "deeper/first.yaml")
+    given = Recipe((Path("files.yaml"), plus)).content()["model"]["init_args"]
+    assert given["layers"] == [net(3, net(4)), "third_party.Open", net(3, net(4))]
+
+
+def test_a_name_that_is_relative_to_the_working_directory_is_an_error(tmp_path):
+    (tmp_path / "folder" / "wrong.yaml").write_text(
+        "{model: {class_path: third_party.Net, init_args: {inner: net.yaml}}}"
+    )
+    with pytest.raises(InvalidValueError) as raised:
+        Recipe((Path("folder/wrong.yaml"),)).content()
+    (tmp_path / "folder" / "wrong.yaml").write_text(
+        f"{{model: {{class_path: third_party.Net, init_args: {{inner: {raised.value.hint.split()[1].rstrip(':')}}}}}}}"
+    )
+    inner = Recipe((Path("folder/wrong.yaml"),)).content()["model"]["init_args"]["inner"]
+    assert inner == yaml.safe_load(FILES["net.yaml"])
+
+
+@pytest.mark.parametrize(
+    "texts", [["model: a.yaml"], ["model: b.yaml", net(1, "b.yaml")], ["model: b.yaml", net(1, "a.yaml")]]
+)
+def test_files_that_name_each_other_are_an_error(texts, tmp_path):
+    for name, content in zip(("a.yaml", "b.yaml"), texts, strict=False):
+        (tmp_path / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    with pytest.raises(InvalidValueError, match=r"Expected files of a recipe that end but a\.yaml names .*\.yaml"):
+        Recipe((Path("a.yaml"),)).content()
 
 
 def test_words_are_options_files_and_settings_in_order():
@@ -262,12 +345,52 @@ def test_printed_commands_can_be_pasted(tmp_path):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("file", ["same.yaml", "other.yaml", "adam.yaml", "short.yaml", "plus.yaml"])
-def test_a_copy_has_the_values_of_the_merged_files(file, tmp_path):
-    row = Row("a row", (QUICKSTART, Path(file)), settings=(Setting("model.optimizer", "torch.optim.AdamW"),))
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("same.yaml", "--model.optimizer torch.optim.AdamW"),
+        (
+            "other.yaml",
+            "--data.scenario '{class_path: ClassIncremental, init_args: {experiences: 5}}' --data.batch_size 8",
+        ),
+        ("adam.yaml", "--trainer.callbacks+ FedProx --trainer.callbacks.mu 1e-3"),
+        ("short.yaml", "--recipe.row on --trainer.max_time 12:30:45:00 --trainer.strategy auto"),
+        ("plus.yaml", "--trainer.callbacks+ '{class_path: EWC}' --data.split.train_clients [a,b]"),
+        ("folder/files.yaml", "--model.limits '{low: 4}' --model.others.high 3 --model.dict_kwargs.a.b 3"),
+    ],
+)
+def test_a_copy_has_the_values_of_the_merged_files(file, line, tmp_path):
+    settings = Recipe.of_words(shlex.split(line)).settings
+    row = Row("a row", (QUICKSTART, Path(file)), settings=settings)
     (tmp_path / "copy.yaml").write_text(fit_command.flat(row))
     wanted = resolve_recipe(row.recipe)
     assert resolve_recipe(Recipe((tmp_path / "copy.yaml",))) | {"out": wanted["out"]} == wanted
+
+
+def test_a_copy_keeps_comments_and_style(tmp_path):
+    base = """# head
+trainer:
+  max_epochs: 1e1  # ten
+  callbacks:
+  # first
+  - class_path: Replay
+    init_args: {max_size: 0x10}  # sixteen
+"""
+    more = """# another head
+trainer:
+  callbacks+:
+  - class_path: FedProx  # second
+data:
+  split: {test: "0.5"}  # half
+  'on': 1
+"""
+    for name, text in (("base.yaml", base), ("more.yaml", more)):
+        (tmp_path / name).write_text(text)
+    assert fit_command.flat(Row("a row", (Path("base.yaml"), Path("more.yaml")))) == (
+        "# head\n# another head\n"
+        + base.removeprefix("# head\n")
+        + more.removeprefix("# another head\ntrainer:\n  callbacks+:\n")
+    )
 
 
 def test_what_an_executor_is_told_is_passed_on(monkeypatch):

@@ -17,7 +17,8 @@ from lightning_fcl.deployment.server import Terms, serve
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.io.checkpoint import newest_checkpoint, read_checkpoint
-from lightning_fcl.running.fit import FederatedCLI, resolve_recipe, run
+from lightning_fcl.running.federated_cli import FederatedCLI
+from lightning_fcl.running.fit import resolve_recipe, run
 from lightning_fcl.running.recipe import Recipe
 
 from .machines import Machines

@@ -1,0 +1,77 @@
+"""Errors for recipes that Lightning rejects, with a hint."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError, did_you_mean
+from lightning_fcl.library_errors import LibraryError, match_error
+from lightning_fcl.simulation.hooks import RestoredNote
+
+_BY_LIGHTNING = "Expected a recipe that Lightning accepts but got:"
+
+
+@contextlib.contextmanager
+def convert_errors() -> Iterator[None]:
+    """Convert errors of Lightning in this block into errors of the library, with a hint."""
+    try:
+        yield
+    except LightningFCLError:
+        raise
+    except Exception as error:
+        if known := convert_lightning_error(error):
+            raise known from error
+        if isinstance(error, MisconfigurationException):
+            raise InvalidValueError(f"{_BY_LIGHTNING} {error}", code="rejected-by-lightning") from error
+        restored = [note for note in getattr(error, "__notes__", []) if isinstance(note, RestoredNote)]
+        if not restored or isinstance(error, ImportError | ValueError):
+            raise
+        raise InvalidValueError(
+            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}.",
+            hint="Use another checkpoint, or leave `ckpt_path` out.",
+            argument="ckpt_path",
+        ) from error
+
+
+def convert_lightning_error(error: Exception) -> InvalidValueError | None:
+    """Return the error of the library for one that Lightning or torch raises for a wrong argument; None for others."""
+    if found := match_error(error, LibraryError.UNKNOWN_PLUGIN):
+        hint = did_you_mean(found[3], ["federated", "auto", "cpu", "gpu", "cuda"])
+        return UnknownNameError(found[1], hint=hint, argument=f"trainer.{found[2]}", value=found[3])
+    if found := match_error(error, LibraryError.UNKNOWN_METRIC):
+        known = re.findall(r"[`']([^`',]+/[^`',]+)[`']", found["known"])
+        return UnknownNameError(
+            f"Expected `monitor` to be a metric that is logged but got {found['name']}.",
+            hint=did_you_mean(found["name"], known) or f"Use one of {', '.join(known)}.",
+            argument="monitor",
+            value=found["name"],
+        )
+    if found := match_error(error, LibraryError.SEED_BOUNDS):
+        return InvalidValueError(
+            f"Expected `seed_everything` to be from 0 to {found[2]} but got {found[1]}.",
+            argument="seed_everything",
+            value=int(found[1]),
+        )
+    if found := match_error(error, LibraryError.SAME_CALLBACKS):
+        return InvalidValueError(
+            f"Expected one `{found[1]}` among the callbacks but got several.",
+            hint="Leave all but one out.",
+            argument="trainer.callbacks",
+        )
+    if match_error(error, LibraryError.DEVICES):
+        return InvalidValueError(
+            "Expected `trainer.devices` to be 1 in a federation but got another number.",
+            hint="Set it to 1, or leave it out.",
+            argument="trainer.devices",
+        )
+    if found := match_error(error, LibraryError.NO_TORCH_DEVICE):
+        return InvalidValueError(
+            f"Expected an accelerator that this machine has but: {found[1]}",
+            hint="Use `--trainer.accelerator cpu`.",
+            argument="trainer.accelerator",
+        )
+    return None

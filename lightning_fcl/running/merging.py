@@ -1,0 +1,304 @@
+"""Merging of recipes: files and settings over others, as the command line merges them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from os.path import isfile, relpath
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import yaml
+
+from lightning_fcl.annotations import all_argument_types, dataclass_type, item_type, members, object_types
+from lightning_fcl.errors import InvalidValueError, UnknownNameError, did_you_mean
+from lightning_fcl.io.safe_yaml import load_yaml, read_yaml
+
+SECTIONS = ("model", "data", "trainer", "recipe")
+# Where classes are looked up that a recipe names without their module.
+_PACKAGES = (
+    "lightning_fcl",
+    "lightning_fcl.callbacks",
+    "lightning_fcl.models",
+    "lightning_fcl.data.scenarios",
+    "lightning_fcl.data.partition",
+    "torch.optim",
+    "torch.optim.lr_scheduler",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+)
+_SUFFIXES = (".yaml", ".yml", ".json")
+_ARGUMENTS = {"init_args", "dict_kwargs"}
+# For each section that holds arguments of a class that it does not name, the class.
+_SECTION_CLASSES = {"data": "lightning_fcl.FederatedStream", "trainer": "lightning.pytorch.Trainer"}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a value in a recipe. Its annotation is found when it is needed, because this imports classes.
+
+    Args:
+        find: Returns the annotation of the argument, or for ``group`` the class whose arguments the values are.
+        files: Files that lead to the value. Each one is named in the one before. Names are relative to the last one.
+        group: Whether the place is that of arguments by name, as that of a section or ``init_args``.
+        sections: Whether the place is that of a whole recipe.
+    """
+
+    find: Callable[[], Any] = lambda: Any
+    files: tuple[Path, ...] = ()
+    group: bool = False
+    sections: bool = False
+
+    @cached_property
+    def hint(self) -> Any:
+        return self.find()
+
+    @property
+    def owner(self) -> Any:
+        """The class whose arguments stand here by name. None if a dictionary stands for itself, or for an object."""
+        return self.hint if self.group else dataclass_type(self.hint)
+
+    def argument(self, name: str) -> _Place:
+        """Return the place of the value of a name here."""
+        if self.sections:
+            return _Place(lambda: find_class(_SECTION_CLASSES.get(name)), self.files, name in SECTIONS)
+        return _Place(lambda: all_argument_types(self.owner).get(name, Any) if self.owner else Any, self.files)
+
+    def arguments_of(self, path: object) -> _Place:
+        """Return the place of the arguments of a class that stands here."""
+        return _Place(lambda: find_class(path), self.files, True)
+
+    @property
+    def item(self) -> _Place:
+        """The place of an item of a list, or of a value of a dictionary, that stands here."""
+        return _Place(lambda: item_type(self.hint), self.files)
+
+    def open(self, value: Any) -> tuple[Any, _Place]:
+        """Return the content of the file that a value names, and its place. Another value is returned as it is.
+
+        Raises:
+            InvalidValueError: If files name each other, or if a name is relative to the working directory.
+        """
+        place = self
+        while isinstance(value, str) and (file := place._file(value)):
+            if file.resolve() in [one.resolve() for one in place.files]:
+                raise InvalidValueError(
+                    f"Expected files of a recipe that end but {' names '.join(map(str, [*place.files, file]))}.",
+                    hint=f"Write the values into {file}.",
+                    value=value,
+                )
+            place = replace(place, files=(*place.files, file))
+            value = read_yaml(file)
+        return value, place
+
+    def _file(self, name: str) -> Path | None:
+        """Return the file of a name. None if there is no file, or if the argument takes no object of a class."""
+        folder = self.files[-1].parent if self.files else Path()
+        if not (isfile(folder / name) or isfile(name)) or not (self.group or object_types(self.hint)):
+            return None
+        if not self.group and str in members(self.hint) and Path(name).suffix not in _SUFFIXES:
+            return None  # a text that stands for itself
+        if isfile(folder / name):
+            return folder / name
+        if find_class(name):
+            return None
+        raise InvalidValueError(
+            f"Expected a file at {folder / name} but there is none.",
+            hint=f"Write {relpath(name, folder)}: names of files are relative to {self.files[-1]}.",
+            value=name,
+        )
+
+    def leads_to_files(self, value: Any) -> bool:
+        """Return whether a value has the name of a file in it."""
+        if isinstance(value, Mapping | list):
+            return any(map(self.leads_to_files, value.values() if isinstance(value, Mapping) else value))
+        folder = self.files[-1].parent if self.files else Path()
+        return isinstance(value, str) and (isfile(folder / value) or isfile(value))
+
+
+class _Dotted(dict[str, Any]):
+    """The values that a dotted name leads to: they are put into a dictionary, where another one would replace it."""
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """A recipe that holds nothing but a value, by its dotted name."""
+    *sections, last = name.split(".")
+    more = _Dotted({last: value})
+    for section in reversed(sections):
+        more = _Dotted({section: more})
+    return more
+
+
+def merge(whole: dict[str, Any], more: Mapping[str, Any], files: tuple[Path, ...] = ()) -> None:
+    """Put the values of a recipe over those of another one.
+
+    Sections, arguments of classes and values of a dataclass are merged name by name. Another dictionary, such as
+    ``reductions``, is replaced as a whole. A class that is named again keeps its arguments; another class in its place
+    keeps those that it takes, too. A key that ends in ``+`` appends to a list. Values for a list go to its last entry,
+    or to the one whose class they name. The name of a file, where an object or a section is expected, stands for the
+    content of the file.
+
+    Args:
+        whole: The recipe that is changed.
+        more: The other recipe. Its values go by their names, which may be dotted.
+        files: The file of the other recipe, if it has one. Names of files in it are relative to this file.
+    """
+    _merge(whole, more, _Place(files=files, sections=True))
+
+
+def _merge(whole: dict[str, Any], more: Mapping[str, Any], place: _Place) -> None:
+    for key, value in more.items():
+        if isinstance(key, str) and "." in key:
+            _merge(whole, _nested(key, value), place)
+        elif isinstance(key, str) and key.endswith("+"):
+            name = key.removesuffix("+")
+            value, there = place.argument(name).open(_read(value))
+            items = value if isinstance(value, list) else [] if value in (None, "null") else [value]
+            here = whole.get(name)
+            whole[name] = [*(here if isinstance(here, list) else [here] if here else []), *_merged(None, items, there)]
+        else:
+            whole[key] = _merged(whole.get(key), value, place.argument(key))
+
+
+def _merged(here: Any, value: Any, place: _Place) -> Any:
+    """Return the value that stands where ``value`` is put over ``here``."""
+    value, place = place.open(value)
+    if isinstance(here, dict | list):
+        value = _read(value)
+    if isinstance(value, Mapping):
+        here = _read(here)
+    is_for_entry = isinstance(value, Mapping) and "class_path" not in value and (here or isinstance(value, _Dotted))
+    if isinstance(here, list) and is_for_entry:
+        position, value = _find_entry(here, value)
+        return [_merged(one, value, place.item) if n == position else one for n, one in enumerate(here)]
+    if isinstance(here, list) and isinstance(value, list) and len(value) == len(here) and any(map(is_spec, here)):
+        return [_merged(*pair, place.item) for pair in zip(here, value, strict=True)]
+    if isinstance(here, str) and isinstance(value, Mapping) and "class_path" not in value and find_class(here):
+        here = {"class_path": here}
+    if is_spec(here):
+        if isinstance(value, str) and find_class(value):
+            value = {"class_path": value}
+        if isinstance(value, Mapping):
+            return _merged_class(here, value, place)
+    if is_spec(value):
+        return _merged_class({"class_path": value["class_path"]}, value, place)
+    files = isinstance(value, Mapping | list) and place.leads_to_files(value)
+    if isinstance(value, Mapping):
+        if isinstance(value, _Dotted) or place.group or ((files or isinstance(here, dict)) and place.owner):
+            merged = copy.copy(here) if isinstance(here, dict) else {}
+            _merge(merged, value, place)
+            return merged
+        if files:
+            return {key: _merged(None, one, place.item) for key, one in value.items()}
+    if isinstance(value, list) and files:
+        return [_merged(None, one, place.item) for one in value]
+    return copy.deepcopy(dict(value) if isinstance(value, _Dotted) else value)
+
+
+def _read(value: Any) -> Any:
+    """The values that a text stands for, as in ``"{lr: 0.1}"``; another value as it is."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        with suppress(yaml.YAMLError):
+            return load_yaml(value)
+    return value
+
+
+def _merged_class(here: dict[str, Any], value: Mapping[str, Any], place: _Place) -> dict[str, Any]:
+    if "class_path" not in value and not {*value} <= _ARGUMENTS:
+        value = {"init_args": _Dotted(value)}
+    if unknown := sorted({*map(str, value)} - {"class_path", *_ARGUMENTS}):
+        known = ("class_path", "init_args", "dict_kwargs")
+        raise UnknownNameError(
+            f"Expected {', '.join(known)} of {value['class_path']} but got `{unknown[0]}`.",
+            hint=did_you_mean(unknown[0], known)
+            or f"Write it into `init_args`, as in init_args: {{{unknown[0]}: ...}}.",
+            argument=unknown[0],
+        )
+    path = value.get("class_path", here["class_path"])
+    merged = {**here, "class_path": path}
+    if path != here["class_path"] and (made := find_class(path)) is not find_class(here["class_path"]):
+        taken = argument_names(made) if made else []
+        kept = {name: one for name, one in (here.get("init_args") or {}).items() if name in taken}
+        merged = {"class_path": path} | ({"init_args": kept} if kept else {})
+    if "init_args" in value:
+        merged["init_args"] = _merged(merged.get("init_args"), value["init_args"], place.arguments_of(path))
+    if "dict_kwargs" in value:
+        before, given = _read(merged.get("dict_kwargs")) or {}, _read(value["dict_kwargs"])
+        joined = isinstance(before, Mapping) and isinstance(given, Mapping)
+        merged["dict_kwargs"] = {**before, **dict(_flat(given))} if joined else given
+    return merged
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield values by name. Dotted names stay whole, as jsonargparse reads the names behind ``dict_kwargs``."""
+    for name, value in values.items():
+        if isinstance(value, _Dotted):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", copy.deepcopy(value)
+
+
+def argument_names(made: Any) -> list[str]:
+    """Return the names of the arguments of a class or function, with those that it passes on as ``**kwargs``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    names: list[str] = []
+    with suppress(ValueError, TypeError):  # built-in classes have no signature
+        names += inspect.signature(made).parameters
+        add = parser.add_class_arguments if isinstance(made, type) else parser.add_function_arguments
+        add(made, fail_untyped=False)
+    keys = parser.get_defaults(skip_validation=True).as_flat().__dict__
+    return list(dict.fromkeys([*names, *(str(key).partition(".")[0] for key in keys)]))
+
+
+def _find_entry(entries: Sequence[Any], value: Mapping[str, Any]) -> tuple[int, Any]:
+    """Return the position of the entry of a list to which a value belongs, and the value for it.
+
+    A value below the name of a class belongs to the entry of this class, and another value to the last entry.
+    """
+    (name, inner), *more = value.items()
+    by_class = not more and isinstance(inner, Mapping) and str(name)[:1].isupper()
+    if entries and not by_class:
+        return len(entries) - 1, value
+    paths = [one["class_path"] if is_spec(one) else one for one in entries]
+    names = [str(path).rpartition(".")[2] for path in paths]
+    if names.count(name) != 1:
+        raise UnknownNameError(
+            f"Expected one {name} in a list but its entries are {', '.join(names)}."
+            if names
+            else f"Expected an entry for `{name}` in a list but the list is empty.",
+            hint=did_you_mean(name, names),
+            value=name,
+        )
+    return names.index(name), inner
+
+
+def is_spec(value: object) -> bool:
+    """Return whether a value of a recipe stands for an object of a class."""
+    return isinstance(value, Mapping) and "class_path" in value and {*value} <= {"class_path", *_ARGUMENTS}
+
+
+def find_class(name: object) -> Any:
+    """Return the class or function that a recipe names, with its module or without; None if there is none."""
+    if not isinstance(name, str) or not name.replace(".", "").isidentifier():
+        return None
+    if "." in name:
+        with suppress(Exception):  # a module may raise anything when it is imported
+            made = resolve_name(name)
+            return made if callable(made) else None
+        return None
+    return next((made for package in _PACKAGES if callable(made := getattr(import_module(package), name, None))), None)
+
+
+def full_name(made: Any) -> str:
+    """Return the shortest name, with its module, of a class or function."""
+    name = str(made.__qualname__)
+    homes = [package for package in _PACKAGES if getattr(import_module(package), name, None) is made]
+    return f"{homes[-1] if homes else made.__module__}.{name}"
