@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 
 
@@ -47,3 +48,10 @@ def first_line(error: BaseException, length: int = 200) -> str:
 def one_line(error: BaseException, length: int = 500) -> str:
     """Return an error's text as one line without a period at its end, at most ``length`` characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:length].rstrip(".")
+
+
+def replace_in_text(text: str, replacements: Sequence[tuple[str, str]]) -> str:
+    """Return the text of a message with other words in place of some, the longest first."""
+    for word, other in sorted(replacements, key=lambda pair: -len(pair[0])):
+        text = text.replace(word, other)
+    return text

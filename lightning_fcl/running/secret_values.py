@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from lightning_fcl.errors import MissingValueError
+from lightning_fcl.library_errors import replace_in_text
 
 _SECRET = re.compile(
     r"(.*[_-])?(api_?-?key|token|access_?-?key|secret(_?-?key)?|passw(or)?d|passphrase|credentials?)", re.IGNORECASE
@@ -114,11 +115,8 @@ def words_without_secrets(words: Sequence[str]) -> tuple[list[str], list[tuple[s
 
 
 def text_without_secrets(text: str, secrets: Sequence[tuple[str, str]]) -> str:
-    """Return the text of a message with names in place of secrets, the longest secret first."""
-    for secret, variable in sorted(secrets, key=lambda pair: -len(pair[0])):
-        if len(secret) >= _SHORTEST:
-            text = text.replace(secret, variable)
-    return text
+    """Return the text of a message with names in place of secrets."""
+    return replace_in_text(text, [pair for pair in secrets if len(pair[0]) >= _SHORTEST])
 
 
 def _is_secret(value: object, path: Path) -> bool:

@@ -92,6 +92,30 @@ def copied_run(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
     return same(comes_to(whole), comes_to(copy.parent), what)
 
 
+def unusable_file(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
+    """Replace a file of a run by a named pipe, a device or an empty file, and resume the run."""
+    words = Recipe(tuple(map(Path, small_recipe(folder)))).words
+    whole = campaign.once("whole", lambda place: _run(["fit", *words, "--out", "out"], place))
+    begun = campaign.once(
+        "begun", lambda place: _run(["fit", *words, "--out", "first", "--trainer.max_epochs", "2"], place)
+    )
+    shutil.copytree(begun / "first", folder / "out")
+    path = rng.choice(sorted(path for path in (folder / "out").rglob("*") if path.is_file()))
+    path.unlink()
+    kind = rng.choice(["pipe", "device", "empty"])
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+    what = f"{path.relative_to(folder)} is replaced: {kind}"
+    said = call(["fit", "out", "--trainer.max_epochs", "4"], folder)
+    if problem := said.wrong(what):
+        return problem
+    return Outcome("fine", what) if said.code else same(comes_to(whole), comes_to(folder), what)
+
+
 def _run(words: list[str], place: Path) -> None:
     said = call(words, place)
     if said.code:

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, 
     "checkpoints": (damage.checkpoint_byte, 250, "A byte of a checkpoint changes, from which a fit then goes on."),
     "results": (damage.results_byte, 250, "A byte changes in a file of a finished search, which is started again."),
     "folders": (damage.copied_run, 40, "A run's folder is copied, its files have other times; the copy goes on."),
+    "files": (damage.unusable_file, 40, "A file of a run becomes a named pipe, a device or empty; the run is resumed."),
     "recipes": (recipes.mutated_recipe, 500, "One to three places of a recipe change (hypothesis)."),
 }
 """A name's case, its usual number, and what it does."""

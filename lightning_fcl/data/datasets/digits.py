@@ -33,7 +33,8 @@ def load_digits(root: str | Path | None = None, permutations: int = 1) -> Arrays
     path = _DIGITS.find(root)[1]
     with reading(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
         # Importing scikit-learn would take seconds.
-        table = np.loadtxt(gzip.open(open_file(path), "rt"), delimiter=",")  # noqa: SIM115 # closed when it is collected
+        file = gzip.open(open_file(path), "rt")  # noqa: SIM115 # closed when it is collected
+        table = np.loadtxt(file, delimiter=",")
     ink, axes = ("ink", "pixels of 16", 0.0, 16.0), ("channel", "height", "width")
     pixels, digits = (table[:, :-1] / 16).astype(np.float32), table[:, -1].astype(np.int64)
     if permutations == 1:
