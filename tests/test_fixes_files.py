@@ -66,8 +66,8 @@ from lightning_fcl.io.checksums import check_digest, read_sums, sha256
 from lightning_fcl.io.download import Layout, Source, download
 from lightning_fcl.io.paths import inside
 from lightning_fcl.io.safe_yaml import read_yaml
-from lightning_fcl.running.diagnosis import convert_errors
 from lightning_fcl.running.fit import FederatedCLI, make_cli, resolve_recipe
+from lightning_fcl.running.lightning_errors import convert_errors
 from lightning_fcl.running.parts import read_parts
 from lightning_fcl.running.recipe import Recipe, take_settings
 from lightning_fcl.running.rows import find_recipe, recipes_folder
@@ -1137,7 +1137,8 @@ ROWS |= {
         lambda lab, name: checkpoint_of_run(lab.run().parent / name),
         {"name": "."},
         {"name": "run"},
-        "Pass the folder that `lightning-fcl fit` has written",
+        "Pass the folder that `lightning-fcl fit` wrote to",
+        MissingFileError,
     ),
     "file of another digest": Row(digest_of, {}, copy_again, "Delete this copy and get the file again"),
     "list of other lines": Row(
@@ -1491,13 +1492,19 @@ ROWS |= {
         split, {"share": 0.0}, {"share": 0.2}, "Increase `test` of `split`", MissingValueError
     ),
     "data of a node that are not there": Row(
-        own_data, {"name": "b.npz"}, {"name": "a.npz"}, "Name an .npz file", RefusedError
+        own_data,
+        {"name": "b.npz"},
+        {"name": "a.npz"},
+        "Name a file, a folder of images, or a DataModule",
+        RefusedError,
+        "data",
     ),
     "data of a server, single samples": Row(
         serve_data,
         {"scenario": Online(ClassIncremental(2))},
         {"data": False},
-        "Leave `data` of the server out",
+        "Leave `data` and `clients` out",
+        argument="data",
     ),
     "swarm in a deployment": Row(
         lambda lab, **words: check_deployable(Participation(**words), []),
