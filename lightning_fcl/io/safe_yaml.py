@@ -55,7 +55,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return load_yaml(read_text(path, most=SIZE))
     except FileNotFoundError:
-        raise MissingFileError(f"Expected a YAML file at {path} but there is none.") from None
+        raise MissingFileError(f"Expected a YAML file at {path} but there is none.", value=path) from None
     except _LimitError as error:
         raise InvalidValueError(f"Expected {path} to be YAML but got: {error.message}", hint=error.hint) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
