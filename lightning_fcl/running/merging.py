@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from os.path import isfile, relpath
+from os.path import exists, isdir, relpath
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -37,6 +37,11 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 _ARGUMENTS = {"init_args", "dict_kwargs"}
 # For each section that holds arguments of a class that it does not name, the class.
 _SECTION_CLASSES = {"data": "lightning_fcl.FederatedStream", "trainer": "lightning.pytorch.Trainer"}
+
+
+def _is_no_folder(path: str | Path) -> bool:
+    """Return whether a path exists and is no folder. Reading it rejects what is not a regular file, such as a pipe."""
+    return exists(path) and not isdir(path)
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,11 @@ class _Place:
     def _file(self, name: str) -> Path | None:
         """Return the file of a name. None if there is no file, or if the argument takes no object of a class."""
         folder = self.files[-1].parent if self.files else Path()
-        if not (isfile(folder / name) or isfile(name)) or not (self.group or object_types(self.hint)):
+        if not (_is_no_folder(folder / name) or _is_no_folder(name)) or not (self.group or object_types(self.hint)):
             return None
         if not self.group and str in members(self.hint) and Path(name).suffix not in _SUFFIXES:
             return None  # a text that stands for itself
-        if isfile(folder / name):
+        if _is_no_folder(folder / name):
             return folder / name
         if find_class(name):
             return None
@@ -119,7 +124,7 @@ class _Place:
         if isinstance(value, Mapping | list):
             return any(map(self.leads_to_files, value.values() if isinstance(value, Mapping) else value))
         folder = self.files[-1].parent if self.files else Path()
-        return isinstance(value, str) and (isfile(folder / value) or isfile(value))
+        return isinstance(value, str) and (_is_no_folder(folder / value) or _is_no_folder(value))
 
 
 class _Dotted(dict[str, Any]):
