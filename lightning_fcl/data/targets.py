@@ -177,7 +177,7 @@ class Numbered(ItemsOf):
         if label not in self.numbers:
             raise InvalidValueError(
                 f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}.",
-                hint="Its label is to be the same whenever it is read, second of a pair or in a dict.",
+                hint="Return the same label each time, as the second item of a pair or in a dict.",
                 argument="y",
                 value=label,
             )
