@@ -1,11 +1,13 @@
 """Errors that the installed versions of torch and Lightning raise match their patterns in the table."""
 
+import mmap
 import os
 import warnings
 from functools import partial
 from inspect import cleandoc
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -102,6 +104,9 @@ CASES = [
     case(LibraryError.VMAP_ITEM, "item", RuntimeError, lambda _: vectorize(lambda x: x * x.sum().item())),
     case(LibraryError.VMAP_ITEM, "float", RuntimeError, lambda _: vectorize(lambda x: x * float(x.sum()))),
     case(LibraryError.VMAP_BRANCH, "if", RuntimeError, lambda _: vectorize(lambda x: x if x.sum() > 0 else -x)),
+    case(LibraryError.NO_MEMORY, "torch", RuntimeError, lambda _: torch.empty(2**60)),
+    case(LibraryError.NO_MEMORY, "numpy", MemoryError, lambda _: np.empty(2**58)),
+    case(LibraryError.NO_MEMORY, "map", OSError, lambda _: mmap.mmap(-1, 2**60)),
     case(
         LibraryError.NO_TORCH_DEVICE,
         "gpu",

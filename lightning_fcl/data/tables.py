@@ -8,6 +8,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_fcl.errors import (
     quoted,
     require,
 )
-from lightning_fcl.io.reading import check_size, reading
+from lightning_fcl.io.reading import check_size, open_file, reading, regular_file
 
 SUFFIXES = (".csv", ".parquet")
 """Ends of the names of files that `Table` reads."""
@@ -182,7 +183,10 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a CSV file that are not empty, each with the number of its last line."""
     hint = "Save it as CSV in UTF-8."
-    with reading(path, "to be a CSV file in UTF-8", hint), path.open(encoding="utf-8-sig", newline="") as file:
+    with (
+        reading(path, "to be a CSV file in UTF-8", hint),
+        TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file,
+    ):
         size = path.stat().st_size
         check_size(8 * size, size)
         reader = csv.reader(file, skipinitialspace=True, strict=True)
@@ -196,7 +200,7 @@ def _read_parquet(
     arrow, parquet = (require(f"pyarrow{name}", "reads parquet files", "tables") for name in ("", ".parquet"))
     what, hint = "to be a parquet file", "Write it again."
     with reading(path, what, hint):
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(regular_file(path))
         groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))
         check_size(sum(group.total_byte_size for group in groups), path.stat().st_size)
         header = list(file.schema_arrow.names)

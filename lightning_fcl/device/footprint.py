@@ -104,7 +104,7 @@ def measure(module: nn.Module, input_shape: Sequence[int], rules: Rules | None =
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise InvalidValueError(
             f"Expected a model that takes samples of shape {tuple(input_shape)} but it failed: {error}.",
-            hint="Pass the shape of a sample, without the batch, as in `--input 1,64,48`.",
+            hint="Give the shape of a sample, without the batch, as in `--input 1,64,48`.",
         ) from error
     folded = {
         norm: layer

@@ -129,7 +129,7 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
         if not any(len(task_curves(run["record"])[0]) for run in runs):
             raise InvalidValueError(
                 f"Expected clients with several tasks in the results of row {row} but none was tested.",
-                hint="Run the row with `ContinualMetrics(clients=True)`.",
+                hint='Run the row with `ContinualMetrics(clients="all")`.',
                 argument="results",
                 value=row,
             )

@@ -104,7 +104,7 @@ def last_recorded_round(folder: Path) -> int:
     A last line that was not written to its end does not count.
     """
     last = -1
-    with suppress(FileNotFoundError, json.JSONDecodeError), (folder / _RECORD).open("rb") as file:
+    with suppress(FileNotFoundError, json.JSONDecodeError), open_file(folder / _RECORD) as file:
         for line in map(json.loads, file):
             last = int(line.get("round", last))
     return last

@@ -73,7 +73,7 @@ def _open_regular(path: str, flags: int) -> int:
     if other := _other_kind(os.fstat(descriptor)):
         os.close(descriptor)
         raise InvalidValueError(
-            f"Expected {path} to be a regular file, but got {other}.", hint="Name a regular file.", value=path
+            f"Expected {path} to be a regular file, but got {other}.", hint="Name a regular file.", value=Path(path)
         )
     return descriptor
 

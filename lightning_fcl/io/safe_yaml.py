@@ -55,7 +55,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return load_yaml(read_text(path, most=SIZE))
     except FileNotFoundError:
-        raise MissingFileError(f"Expected a YAML file at {path} but there is none.") from None
+        raise MissingFileError(f"Expected a YAML file at {path} but there is none.", value=path) from None
     except _LimitError as error:
         raise InvalidValueError(f"Expected {path} to be YAML but got: {error.message}", hint=error.hint) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -100,11 +100,11 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
     try:
         return kind(**vars(values), **made)
     except ValueError as error:
-        raise InvalidValueError(
-            f"{error} It is said in {where}.",
-            argument=getattr(error, "argument", None),
-            value=getattr(error, "value", None),
-        ) from error
+        found = InvalidValueError(
+            f"In {where}: {error}", argument=getattr(error, "argument", None), value=getattr(error, "value", None)
+        )
+        found.hint = getattr(error, "hint", "")  # the text of the error has it already
+        raise found from error
 
 
 def resolve_maker(path: str) -> Any:

@@ -303,8 +303,11 @@ def _known_classes(bases: Iterable[type]) -> dict[str, list[str]]:
     """Return the full names of the imported public subclasses of some classes, by their names."""
     found: dict[str, list[str]] = {}
     more = list(bases)
+    seen = set(more)
     for kind in more:  # grows meanwhile
-        more.extend(set(type.__subclasses__(kind)) - {*more})
+        new: set[type] = set(type.__subclasses__(kind)) - seen
+        more.extend(new)
+        seen |= new
         if not kind.__name__.startswith("_") and "<locals>" not in kind.__qualname__ and not inspect.isabstract(kind):
             found.setdefault(kind.__name__, []).append(f"{kind.__module__}.{kind.__qualname__}")
     return found

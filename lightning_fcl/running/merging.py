@@ -79,7 +79,7 @@ class _Place:
         """The place of an item of a list, or of a value of a dictionary, that stands here."""
         return _Place(lambda: item_type(self.hint), self.files)
 
-    def open(self, value: Any) -> tuple[Any, _Place]:
+    def follow(self, value: Any) -> tuple[Any, _Place]:
         """Return the content of the file that a value names, and its place. Another value is returned as it is.
 
         Raises:
@@ -158,7 +158,7 @@ def _merge(whole: dict[str, Any], more: Mapping[str, Any], place: _Place) -> Non
             _merge(whole, _nested(key, value), place)
         elif isinstance(key, str) and key.endswith("+"):
             name = key.removesuffix("+")
-            value, there = place.argument(name).open(_read(value))
+            value, there = place.argument(name).follow(_read(value))
             items = value if isinstance(value, list) else [] if value in (None, "null") else [value]
             here = whole.get(name)
             whole[name] = [*(here if isinstance(here, list) else [here] if here else []), *_merged(None, items, there)]
@@ -168,7 +168,7 @@ def _merge(whole: dict[str, Any], more: Mapping[str, Any], place: _Place) -> Non
 
 def _merged(here: Any, value: Any, place: _Place) -> Any:
     """Return the value that stands where ``value`` is put over ``here``."""
-    value, place = place.open(value)
+    value, place = place.follow(value)
     if isinstance(here, dict | list):
         value = _read(value)
     if isinstance(value, Mapping):

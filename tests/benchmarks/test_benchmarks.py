@@ -22,6 +22,7 @@ RUNS = {
         [str(FOLDER.parent), "--quick", "--repeats", "1", "--only", "EWC, participation 0.2"],
         ["ratio", "client state"],
     ),
+    "durable_files": ([str(FOLDER.parent), "--pairs", "1", "--rounds", "1"], ["median"]),
     "what_lasts": (["--help"], ["--seeds"]),
     "reservoir": (["--help"], ["--quick"]),  # its smallest run takes most of a minute
 }

@@ -11,7 +11,7 @@ from raising import raises
 from safetensors.torch import save_file
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import FileAccessError, InvalidValueError
+from lightning_fcl.errors import DamagedFileError, FileAccessError, InvalidValueError
 from lightning_fcl.federation.client_store import ClientStore
 
 ROOT = Path(__file__).parents[2]
@@ -139,18 +139,18 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
     assert refused > 0.9 * len(whole)
     for length in (0, 7, 8, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with raises(InvalidValueError, value=path):
+        with raises(DamagedFileError, value=path):
             store["client1"]
     path.write_bytes(whole)
     (tmp_path / "client2.safetensors").write_bytes(whole)
-    with raises(InvalidValueError, value=tmp_path / "client2.safetensors"):
+    with raises(DamagedFileError, value=tmp_path / "client2.safetensors"):
         store["client2"]
     assert store["client1"]["model"]["weight"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_file_without_a_checksum_is_refused(tmp_path):
     save_file({"model\x1fweight": torch.zeros(2)}, tmp_path / "client1.safetensors")
-    with raises(InvalidValueError, value=tmp_path / "client1.safetensors"):
+    with raises(DamagedFileError, value=tmp_path / "client1.safetensors"):
         ClientStore("disk", tmp_path)["client1"]
 
 
