@@ -113,7 +113,12 @@ ROWS |= {
         {"mean": np.ones((3, 1, 1))},
         "For one value per channel of images, pass finite values of shape (3, 1, 1).",
     ),
-    "series of text": Row(prepare, {"x": SERIES.astype(str)}, {"x": SERIES}, "Convert it."),
+    "series of text": Row(
+        prepare,
+        {"x": SERIES.astype(str)},
+        {"x": SERIES.astype(str).astype("float32")},
+        "Convert `x` to a numeric dtype, such as `x.astype('float32')`.",
+    ),
     "series with channels first": Row(
         prepare, {"x": SERIES.transpose(0, 2, 1)}, {"x": SERIES}, "Bring its axes into that order."
     ),
@@ -125,7 +130,7 @@ ROWS |= {
         {"x": SERIES[2:]},
         "Correct or drop the samples with these values.",
     ),
-    "series beyond the range": Row(prepare, {"x": SERIES * 9.81}, {"x": SERIES * 9.81 / 9.81}, "Convert it."),
+    "series beyond the range": Row(prepare, {"x": SERIES * 9.81}, {"x": SERIES * 9.81 / 9.81}, "Convert `x` to g."),
     "series of one sample of a person": Row(
         prepare,
         {"x": SERIES[:1], "of": {"scaled_over": "person"}},

@@ -200,7 +200,7 @@ class BaseSession(Callback):
         if images != takes:
             raise InvalidValueError(
                 f"Expected images of shape {takes}, as the network takes them, but the stream's are {images}.",
-                hint="Set the network's `image_size` and `channels`, or the data set's `size`.",
+                hint="Set the network's `image_size` and `channels`, or the dataset's `size`.",
                 argument="image_size",
                 value=images,
             )

@@ -115,8 +115,8 @@ class Tester:
                 raise InvalidTypeError(
                     "Expected pairs of samples and a tensor of targets to measure on, but got a "
                     f"{type(batch).__name__}{length}.",
-                    hint="Let the dataset return pairs, or measure in `test_step` of a module whose `forward` does not "
-                    "return logits.",
+                    hint="Return pairs from the dataset, or measure in `test_step` of a module whose `forward` does "
+                    "not return logits.",
                 )
             x, y = move_data_to_device(batch[:2], self.group.device)
             yield x, y, self.group[place]
@@ -328,7 +328,7 @@ def is_measured_by_step(module: L.LightningModule, stream: FederatedStream, samp
         return why is not None
     mend = f"Define `test_step(self, batch, batch_idx)` for what else it is measured by. {_LOG}"
     if has_step:
-        mend = f"Leave `{ruling[0]}` out: it predicts by a rule of its own, which the step of `{name}` would pass by."
+        mend = f"Leave `{ruling[0]}` out, as `test_step` of `{name}` does not predict by it."
     raise InvalidValueError(
         f"Expected `{name}` to give logits of shape (batch, {stream.num_classes or 'classes'}), whose accuracy is "
         f"measured, but {why}.",

@@ -156,7 +156,7 @@ def joined(parts: Sequence[Any]) -> Any:
         shapes = " and ".join(str(tuple(part.shape[1:])) for part in parts)
         raise InvalidValueError(
             f"Expected samples of one shape to join but got {shapes}.",
-            hint="Pad them to one, in `collate_fn`.",
+            hint="Pad the samples to one shape in `collate_fn`.",
             argument="x",
             value=shapes,
         )

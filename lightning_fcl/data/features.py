@@ -96,7 +96,7 @@ def images_of(samples: Samples, num_workers: int = 0) -> Iterator[Tensor]:
         if not (samples.classes and isinstance(batch, list) and len(batch) == 2 and isinstance(batch[0], Tensor)):
             raise InvalidValueError(
                 "Expected data of images and their classes for `features` but got items of other kinds.",
-                hint="Let the data set give pairs of a tensor and a label.",
+                hint="Return pairs of a tensor and a label from the dataset.",
                 argument="features",
             )
         yield batch[0]

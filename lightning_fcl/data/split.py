@@ -126,9 +126,11 @@ def _check_no_leakage(samples: Samples, plan: Plan, scenario: Scenario) -> None:
         is_trained[np.concatenate([EMPTY, *current.values()])] = True
     trained = np.flatnonzero(is_trained)
     if samples.origin is not None:
-        remedy = "Leave shared samples out of one, or pass `split=Split(test=0.2)`, which keeps copies together."
+        remedy = (
+            "Remove the shared samples from one of them, or pass `split=Split(test=0.2)`, which keeps copies together."
+        )
         if scenario.own_split:
-            remedy = f"Leave the copies out of the data: `{scenario}` draws the test samples itself."
+            remedy = f"Remove the copies from the data, as `{scenario}` draws the test samples."
         parts = {"training": trained, "validation": plan.validation, "test": plan.test}
         check_apart(samples.origin, parts, samples.owner, remedy)
     warn_of_equal(samples.x, samples.targets, trained, plan.test)

@@ -43,7 +43,7 @@ def number_targets(
     if given.dtype.char in LONG:
         raise InvalidTypeError(
             f"Expected `y` to be labels or numbers of at most 64 bits, but got {given.dtype}.",
-            hint="Convert it, for example with `y.astype(np.float32)`.",
+            hint="Convert `y`, for example with `y.astype(np.float32)`.",
             argument="y",
             value=given.dtype,
         )
@@ -95,7 +95,7 @@ def check_names(names: Sequence[str], what: str = "classes") -> None:
         except UnicodeEncodeError as error:
             raise InvalidValueError(
                 f"Expected `{what}` to be names in Unicode but got {name!a}, which UTF-8 cannot encode.",
-                hint="Rename it.",
+                hint=f"Rename it in `{what}`.",
                 argument=what,
             ) from error
 
@@ -177,7 +177,7 @@ class Numbered(ItemsOf):
         if label not in self.numbers:
             raise InvalidValueError(
                 f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}.",
-                hint="Its label is to be the same whenever it is read, second of a pair or in a dict.",
+                hint="Return the same label each time, as the second item of a pair or in a dict.",
                 argument="y",
                 value=label,
             )

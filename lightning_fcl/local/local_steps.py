@@ -148,7 +148,7 @@ class LocalSteps:
                 raise InvalidValueError(
                     "Expected `accumulate_grad_batches=1` for gradients of single samples (`grad_sample`), of which "
                     f"the optimizer would see the last batch's alone, but got {self.every}.",
-                    hint="Set a larger `batch_size`.",
+                    hint="Leave `accumulate_grad_batches` out, and use a larger `batch_size`.",
                     argument="accumulate_grad_batches",
                     value=self.every,
                 )

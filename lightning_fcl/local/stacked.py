@@ -272,7 +272,7 @@ def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: 
                     f"Expected `{type(method).__name__}` to remember the same entries of each client, as several "
                     f"train side by side, but `{name}` differs between client {clients[0].client} and client "
                     f"{part.client}.",
-                    hint="Let `on_download` fill in what is not there yet, or set `vectorizable = False`.",
+                    hint="Add the missing entries in `on_download`, or set `vectorizable = False`.",
                     argument=f"{type(method).__name__}",
                 )
 

@@ -83,7 +83,7 @@ class Client:
         if self._part is None:
             raise InvalidStateError(
                 "Expected one client for `client.part` but several train side by side.",
-                hint="Keep what a step needs of it in the memory that `on_download` returns, or set `vectorizable = "
+                hint="Store the values for the step in the memory that `on_download` returns, or set `vectorizable = "
                 "False`.",
             )
         return self._part

@@ -37,7 +37,7 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
         raise InvalidValueError(
             "Expected a module with linear or convolutional layers that learn, of the reduction `mean`, but this "
             f"`{type(module).__name__}` has none.",
-            hint="Add a linear layer that learns, or use another method.",
+            hint="Add an `nn.Linear` that learns, or use another method.",
             argument="module",
             value=type(module).__name__,
         )

@@ -113,13 +113,6 @@ class Replay(Method):
                     value=self.repeat,
                 )
             self.max_size = self.buffer.max_size
-        if self.transform is not None and not callable(self.transform):
-            raise InvalidTypeError(
-                f"Expected `transform` to be callable, but got {self.transform!r}.",
-                hint="Use a transform of `torchvision.transforms.v2`, or a function of one sample.",
-                argument="transform",
-                value=self.transform,
-            )
         if self.repeat and self.policy != "reservoir":
             raise InvalidValueError(
                 f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".',

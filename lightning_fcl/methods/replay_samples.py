@@ -206,7 +206,7 @@ def check_transform(transform: ReplayTransform, sample: Any) -> None:
         raise InvalidValueError(
             f"Expected `transform` to accept a replay sample, which is {kind}, but it raised {type(error).__name__}: "
             f"{error}.",
-            hint="Use a transform of samples as the dataset returns them.",
+            hint="Use a transform that accepts samples as the dataset returns them.",
             argument="transform",
         ) from error
 

@@ -80,7 +80,7 @@ class Unlearning(Method):
                 raise InvalidValueError(
                     f"Expected `requests` of clients that have taken part but client {client}, which asks after round "
                     f"{round}, has no data before.",
-                    hint="Name a later round for the client, or leave the client out.",
+                    hint="Name a later round for this client, or leave the client out of `requests`.",
                     argument="requests",
                 )
 

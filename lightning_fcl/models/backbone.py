@@ -96,8 +96,7 @@ class FrozenBackbone(Described):
             raise InvalidValueError(
                 "Expected images of shape (batch, 1 or 3, height, width) with pixels from 0 to 1, or their "
                 f"{self.features} features, but got shape {tuple(x.shape)}{found}.",
-                hint='Divide bytes by 255, and load a data set with `normalize="none"`: the backbone normalises by '
-                "itself.",
+                hint='Divide bytes by 255. Load a dataset with `normalize="none"`, as the backbone normalizes images.',
                 argument="x",
                 value=tuple(x.shape),
             )

@@ -350,7 +350,7 @@ def check_monitors(trainer: L.Trainer) -> None:
     for callback in trainer.checkpoint_callbacks if logged and not trainer.val_dataloaders else ():
         monitor = getattr(callback, "monitor", None)
         if monitor and monitor not in logged:
-            hint = did_you_mean(monitor, logged) or f" There are {', '.join(logged)}."
+            hint = did_you_mean(monitor, logged) or f"Use one of {', '.join(logged)}."
             raise UnknownNameError(
                 f"Expected `monitor` to be a metric that is logged but got {monitor}.",
                 hint=hint,

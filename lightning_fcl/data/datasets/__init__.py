@@ -100,7 +100,7 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
 def _source(name: str) -> Source:
     if name not in SOURCES:
         known = ", ".join(f"`{entry}`" for entry in SOURCES)
-        hint = did_you_mean(name.lower(), SOURCES, cutoff=0.5) or " Choose one of these."
+        hint = did_you_mean(name.lower(), SOURCES, cutoff=0.5) or "Use one of these names."
         raise UnknownNameError(
             f"Expected the name of a data set, one of {known}, but got {name!r}.",
             hint=hint,

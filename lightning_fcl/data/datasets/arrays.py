@@ -204,7 +204,7 @@ class Measurement:
         if values.dtype.kind not in "biuf":
             raise InvalidValueError(
                 f"Expected `x` to hold numbers but got {values.dtype}.",
-                hint="Convert it.",
+                hint="Convert `x` to a numeric dtype, such as `x.astype('float32')`.",
                 argument="x",
                 value=values.dtype,
             )
@@ -249,7 +249,7 @@ class Measurement:
                 raise InvalidValueError(
                     f"Expected `x` to have values of {name} between {low} and {high}{unit and f' {unit}'} but got "
                     f"{beyond[-1]}.",
-                    hint="Convert it.",
+                    hint=f"Convert `{name}` to {unit or 'the scale of the training data'}.",
                     argument="x",
                     value=beyond[-1],
                 )

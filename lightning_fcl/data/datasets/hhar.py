@@ -88,7 +88,7 @@ def load_hhar(
                 raise InvalidValueError(
                     f"Expected `{name}` to be {wanted!r} but got {got!r}: {path} holds windows of one phone's "
                     "accelerometer that are scaled per user already.",
-                    hint="Use the publishers' CSV files.",
+                    hint=f"Leave `{name}` out, or use the publishers' CSV files.",
                     argument=name,
                     value=got,
                 )

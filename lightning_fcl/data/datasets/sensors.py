@@ -212,7 +212,7 @@ def load_wesad(
         raise InvalidValueError(
             f"Expected `device` to be 'wrist' with the {layout} in {path} but got 'chest', which only the publishers' "
             "pickles hold (S2/S2.pkl and so on).",
-            hint="Get these, or pass device='wrist'.",
+            hint='Download the pickles, or pass `device="wrist"`.',
             argument="device",
         )
     data = chunked(_recordings(layout, path, device, chunk), chunk, normalize, _CONDITIONS, path, "condition")

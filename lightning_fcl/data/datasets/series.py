@@ -87,7 +87,7 @@ def read_windows(
     if shape[1] % chunk:
         raise InvalidValueError(
             f"Expected `chunk` to divide {shape[1]}, the time steps of a window in {path}, but got {chunk}.",
-            hint="Pass, for example, 32, or use a layout with whole recordings.",
+            hint="Use 32, for example, or a layout with whole recordings.",
             argument="chunk",
             value=chunk,
         )

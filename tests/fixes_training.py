@@ -1,0 +1,394 @@
+"""Fixes that the error messages of callbacks, local training and stored networks name."""
+
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import torch
+from fixes import (
+    Items,
+    Logs,
+    Plain,
+    Row,
+    fit_one_round,
+    fit_reservoir,
+    has_rounds,
+    sgd,
+    small_stream,
+    stream_of_arrays,
+)
+from fixes_models import Net, save_network
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fcl import Classifier, FederatedStream, Regressor
+from lightning_fcl.callbacks import BaseSession, ContinualMetrics, DyToxTraining, ICaRL, RegMean, Replay, Unlearning
+from lightning_fcl.callbacks.epoch_log import EpochLog, RoundLog
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, Stationary
+from lightning_fcl.data.scenarios.papers import ODFCLScenario
+from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidStateError, InvalidTypeError, MissingValueError
+from lightning_fcl.methods.method import Method
+from lightning_fcl.models import MLP, DSICNet, DyTox
+from lightning_fcl.models.backbone import frozen_backbone
+
+ROWS: dict[str, Row] = {}
+SECONDS: set[str] = set()
+
+
+# Rows of callbacks
+
+
+def check_session(lab, classes=6, size=16, before=(), head=None, latents=False):
+    x, y = torch.randn(80, 1, 16, 16), torch.arange(80) % 8
+    scenario = ODFCLScenario(people=6, base=2, sessions=2, nodes=2, train_per_class=7, test_per_class=3)
+    stream = stream_of_arrays(lab, x, y, scenario=scenario, partition=None)
+    network = DSICNet(classes, (size, size))
+    if head is not None:
+        network.head.classifier = head
+    task = Classifier(network, classes, sgd)
+    assert BaseSession(latents=latents).check(task, before, stream) is stream
+
+
+def fit_in_order(lab, callbacks):
+    trainer = L.Trainer(max_epochs=1, callbacks=callbacks, **lab.quiet)
+    trainer.fit(lab.task(), datamodule=lab.stream(clients=1))
+    return has_rounds(trainer)
+
+
+class LogsMetric(L.LightningModule):
+    """Logs a metric, of its own or of another object."""
+
+    def __init__(self, is_attribute):
+        super().__init__()
+        metric = MulticlassAccuracy(4)
+        if is_attribute:
+            self.metric = metric
+        self.find = lambda: metric
+        self.log = lambda *args, **kwargs: None
+
+
+def log_metric(lab, is_attribute):
+    module = LogsMetric(is_attribute)
+    logs = RoundLog(module, SimpleNamespace(number=2, rank=0))
+    logs.train(torch.zeros(2))
+    module.log("accuracy", module.find(), on_step=False, on_epoch=True)
+
+
+def log_numbers(lab, values):
+    log = EpochLog()
+    for name, value in values.items():
+        log(name, value, on_epoch=True)
+    assert {name: log.value(name) for name in values} == {"a": 1.0, "b": 2.0}
+
+
+class AnyRegressor(Regressor):
+    """Takes pairs and dicts."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+        return nn.functional.mse_loss(self(x), y)
+
+
+def numbers_of_dict(index):
+    return {"x": torch.ones(6) * index, "y": torch.ones(1) * index}
+
+
+def numbers_of_pair(index):
+    return torch.ones(6) * index, torch.ones(1) * index
+
+
+def measure_items(lab, make):
+    stream = FederatedStream(Items(make), Stationary(), partition=IID(2), split=Split(test=0.25), batch_size=6)
+    return fit_one_round(lab, stream, AnyRegressor(MLP([6, 5, 1]), 1, sgd), callbacks=[ContinualMetrics()])
+
+
+class Rule(Method):
+    """Predicts by a rule of its own."""
+
+    def predict(self, server, module, x, output):
+        return output
+
+
+# Rows of local training
+
+
+class Samples(Classifier):
+    """Has gradients of single samples."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad_sample = parameter.grad[None]
+
+
+def fit_samples(lab, batch_size=8, **options):
+    stream = small_stream(batch_size=batch_size)
+    return fit_one_round(lab, stream, Samples(MLP([6, 5, 4]), 4, sgd), trainer_args=options)
+
+
+def uneven_stream():
+    """Two clients with last batches of 4 and 8 samples."""
+    x, y, client = torch.randn(44, 6), torch.arange(44) % 4, (torch.arange(44) >= 20).long()
+    return small_stream(x=x, y=y, client=client, batch_size=8, split=Split(test=0.0))
+
+
+class NoLoss(Plain):
+    """Has no loss for small batches after the first."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx and len(batch[0]) == 4 else loss
+
+
+class OtherParameters(Plain):
+    """Trains its second layer alone with small batches after the first."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if batch_idx and len(x) == 4:
+            return nn.functional.cross_entropy(self.model[3](x[:, :5].detach()), y)
+        return super().training_step(batch, batch_idx)
+
+
+class SingleSamples(Classifier):
+    """Cannot be tried before the first round."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.strategy.round is None:
+            raise ValueError("not yet")
+        return super().training_step(batch, batch_idx)
+
+
+class Remembers(Method):
+    """Keeps an entry of some clients."""
+
+    vectorizable = True
+
+    def __init__(self, fills=False, together=True):
+        super().__init__()
+        self.fills, self.vectorizable = fills, together
+
+    def on_download(self, client):
+        return {"seen": torch.zeros(1), **client.memory} if self.fills else client.memory
+
+    def end_round(self, client, own, data):
+        return {"seen": torch.ones(1)} if client.part.client == "1" else client.memory
+
+    def penalty(self, client, step):
+        return 0.0 * client.memory["seen"].sum() if "seen" in client.memory else 0.0
+
+
+class AsksPart(Method):
+    """Has a penalty by the round from the second round on."""
+
+    vectorizable = True
+
+    def __init__(self, stores=False, together=True):
+        super().__init__()
+        self.stores, self.vectorizable = stores, together
+
+    def on_download(self, client):
+        return {"round": torch.tensor(float(client.part.round))} if self.stores else client.memory
+
+    def penalty(self, client, step):
+        if self.stores:
+            return 0.0 * client.memory["round"]
+        return 0.0 * client.part.round if client.module.trainer.current_epoch else 0.0
+
+
+def fit_with_method(lab, make, **options):
+    return has_rounds(lab.fit(lab.task(), lab.stream(), [make(**options)]), 2)
+
+
+def learn_two_tasks(lab, epochs):
+    model = DyTox(2, 4, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+    task, method = Classifier(model, 4, sgd), DyToxTraining(8, balanced_epochs=1)
+    for first, number in ((0, 2), (2, epochs)):
+        x, y = torch.randn(16, 3, 8, 8), torch.arange(16) % 2 + first
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+        trainer = L.Trainer(max_epochs=number, callbacks=[method], **lab.quiet)
+        trainer.fit(task, loader)
+    has_rounds(trainer)
+
+
+class Scales(nn.Module):
+    """Has weights but no linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return (x * self.weight)[:, :4]
+
+
+def fit_flips(lab, transform):
+    return has_rounds(lab.fit(lab.task(), lab.stream(), [Replay(8, transform=transform)]), 2)
+
+
+def flip_image(x):
+    return x.flip(2)
+
+
+def forget(lab, requests):
+    """Client 1 has the classes of the second experience alone."""
+    y = torch.arange(48) % 4
+    stream = FederatedStream.from_arrays(
+        torch.randn(48, 9, 3), y, y // 2, scenario=ClassIncremental(2, class_order=[0, 1, 2, 3]), split=Split(test=0.0)
+    )
+    return fit_reservoir(lab, stream=lambda: stream, callbacks=[Unlearning(requests)])
+
+
+def embed_images(lab, images):
+    network = frozen_backbone("lcnet_035", save_network(lab, "lcnet_035"))
+    assert network.embed(images).isfinite().all()
+
+
+BYTES = torch.randint(256, (1, 3, 32, 32))
+
+
+def load_task(lab, **options):
+    path = lab.folder / "task.ckpt"
+    trainer = L.Trainer(max_epochs=1, **lab.quiet)
+    task = Classifier(Net(), 4)
+    trainer.fit(task, datamodule=lab.stream(clients=1))
+    trainer.save_checkpoint(path)
+    loaded = Classifier.load_from_checkpoint(path, **options)
+    assert torch.equal(loaded.model.head.weight, task.model.head.weight)
+
+
+COHORT = "Set `cohort_size=1`."
+
+ROWS |= {
+    "base session of a network with few outputs": Row(
+        check_session, {"classes": 4}, {"classes": 6}, "Raise the network's `num_classes`."
+    ),
+    "base session of a network for larger images": Row(
+        check_session,
+        {"size": 24},
+        {"size": 16},
+        "Set the network's `image_size` and `channels`, or the dataset's `size`.",
+    ),
+    "replay before the base session": Row(
+        check_session,
+        {"latents": True, "before": [Replay(8, base=True)]},
+        {"before": []},
+        "Put `Replay` after `BaseSession` in `callbacks`.",
+    ),
+    "base session of a network without a classifier": Row(
+        check_session,
+        {"head": nn.Sequential(nn.Linear(80, 6))},
+        {"head": nn.Linear(80, 6)},
+        "Assign the last layer to `model.head.classifier`.",
+    ),
+    "metrics before a method that predicts": Row(
+        fit_in_order,
+        {"callbacks": [ContinualMetrics(), ICaRL(12)]},
+        {"callbacks": [ICaRL(12), ContinualMetrics()]},
+        "Put `ContinualMetrics` after `ICaRL` in `callbacks`.",
+    ),
+    "log of a metric that is no attribute": Row(
+        log_metric,
+        {"is_attribute": False},
+        {"is_attribute": True},
+        "Assign the metric to an attribute in `__init__`.",
+        MissingValueError,
+    ),
+    "log of several numbers": Row(
+        log_numbers,
+        {"values": {"a": torch.tensor([1.0, 2.0])}},
+        {"values": {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}},
+        "Log each number under its own name.",
+    ),
+    "metrics of samples that are dicts": Row(
+        measure_items,
+        {"make": numbers_of_dict},
+        {"make": numbers_of_pair},
+        "Return pairs from the dataset, or measure in `test_step` of a module whose `forward` does not return logits.",
+        InvalidTypeError,
+    ),
+    "metrics of a step beside a method that predicts": Row(
+        lambda lab, callbacks: fit_one_round(lab, task=Logs(True), callbacks=[*callbacks, ContinualMetrics()]),
+        {"callbacks": [Rule()]},
+        {"callbacks": []},
+        "Leave `Rule` out, as `test_step` of `Logs` does not predict by it.",
+    ),
+    "gradients of samples with accumulated batches": Row(
+        fit_samples,
+        {"accumulate_grad_batches": 2},
+        {"accumulate_grad_batches": 1, "batch_size": 16},
+        "Leave `accumulate_grad_batches` out, and use a larger `batch_size`.",
+    ),
+    "step without a loss for some clients": Row(
+        lambda lab, size: fit_one_round(lab, uneven_stream(), NoLoss(), cohort_size=size),
+        {"size": 2},
+        {"size": 1},
+        COHORT,
+    ),
+    "step that trains other parameters for some clients": Row(
+        lambda lab, size: fit_one_round(lab, uneven_stream(), OtherParameters(), cohort_size=size),
+        {"size": 2},
+        {"size": 1},
+        COHORT,
+    ),
+    "method that keeps an entry of some clients": Row(
+        fit_with_method,
+        {"make": Remembers},
+        {"fills": True},
+        "Add the missing entries in `on_download`, or set `vectorizable = False`.",
+    ),
+    "method that keeps an entry of some clients, one at a time": Row(
+        fit_with_method,
+        {"make": Remembers},
+        {"together": False},
+        "Add the missing entries in `on_download`, or set `vectorizable = False`.",
+    ),
+    "method that asks for the client of a step": Row(
+        fit_with_method,
+        {"make": AsksPart},
+        {"stores": True},
+        "Store the values for the step in the memory that `on_download` returns, or set `vectorizable = False`.",
+        InvalidStateError,
+    ),
+    "method that asks for the client of a step, one at a time": Row(
+        fit_with_method,
+        {"make": AsksPart},
+        {"together": False},
+        "Store the values for the step in the memory that `on_download` returns, or set `vectorizable = False`.",
+        InvalidStateError,
+    ),
+    "DyTox with balanced epochs alone": Row(
+        learn_two_tasks, {"epochs": 1}, {"epochs": 2}, "Raise `max_epochs`.", MissingValueError
+    ),
+    "RegMean of a network without linear layers": Row(
+        lambda lab, model: fit_one_round(lab, task=lab.task(model=model), callbacks=[RegMean()]),
+        {"model": Scales()},
+        {"model": nn.Sequential(nn.Linear(6, 6), Scales())},
+        "Add an `nn.Linear` that learns, or use another method.",
+    ),
+    "transform of replay samples of another shape": Row(
+        fit_flips,
+        {"transform": flip_image},
+        {"transform": lambda x: x.flip(0)},
+        "Use a transform that accepts samples as the dataset returns them.",
+    ),
+    "request of a client without data": Row(
+        forget,
+        {"requests": {"0": 1, "1": 0}},
+        {"requests": {"0": 1, "1": 1}},
+        "Name a later round for this client, or leave the client out of `requests`.",
+    ),
+    "request of a client without data, left out": Row(
+        forget,
+        {"requests": {"0": 1, "1": 0}},
+        {"requests": {"0": 1}},
+        "Name a later round for this client, or leave the client out of `requests`.",
+    ),
+    "images of bytes for a backbone": Row(
+        embed_images,
+        {"images": BYTES},
+        {"images": BYTES / 255},
+        'Divide bytes by 255. Load a dataset with `normalize="none"`, as the backbone normalizes images.',
+    ),
+    "checkpoint of a task with an own network": Row(load_task, {}, {"model": Net()}, "Pass the object as `model=...`."),
+}
