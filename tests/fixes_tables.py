@@ -7,6 +7,7 @@ import fixes_datasets
 import fixes_federation
 import fixes_methods
 import fixes_models
+import fixes_processes
 import fixes_training
 
 TABLES = (
@@ -17,6 +18,7 @@ TABLES = (
     fixes_federation,
     fixes_methods,
     fixes_models,
+    fixes_processes,
     fixes_training,
 )
 ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
