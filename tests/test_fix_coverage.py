@@ -18,7 +18,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     "convert it to numbers, text, tensors, or lists and dicts of these.": [
         "tests/simulation/test_tensor_subclasses.py::test_checkpoint_unreadable_state_ends_the_fit_by_the_first_round",
     ],
-    "Use another `checkpoint_io`, or train without checkpoints: `enable_checkpointing=False`.": [
+    "Use another `checkpoint_io`, or train without checkpoints": [
         "tests/simulation/test_tensor_subclasses.py::test_first_checkpoint_of_a_fit_is_read_back",
     ],
     "Resume from the newest checkpoint, with any number of `devices`.": [
