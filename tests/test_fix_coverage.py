@@ -37,7 +37,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
 PASSED_ON: dict[str, str] = {
     "data/own.py data_set": "tests/fixes.py, list of samples",
     "models/described.py cast_arguments": "tests/fixes_models.py, arguments of a network in a file",
-    "errors.py _refuse": "tests/test_annotations.py",
+    "errors.py _check_range": "tests/test_annotations.py",
     "errors.py check_argument": "tests/test_annotations.py",
     "simulation/limits.py check_trainer": "tests/test_fixes.py",
 }
