@@ -1,6 +1,7 @@
 """All tables of fixes: the rows by name, and the names of those that take half a second or more."""
 
 import fixes
+import fixes_callbacks
 import fixes_columns
 import fixes_data
 import fixes_datasets
@@ -12,6 +13,7 @@ import fixes_training
 
 TABLES = (
     fixes,
+    fixes_callbacks,
     fixes_columns,
     fixes_data,
     fixes_datasets,
