@@ -10,6 +10,7 @@ from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import cache, partial, wraps
 from inspect import Parameter, signature
+from math import inf
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast, get_origin
 
@@ -228,33 +229,50 @@ def warn_of_other_lightning() -> None:
             log.warning(reason)
 
 
-def _refuse(arguments: Mapping[str, float], allows: Callable[[float], bool], expected: str) -> None:
+def _check_range(
+    expected: str, arguments: Mapping[str, float], low: float, high: float = inf, is_open: bool = False
+) -> None:
+    """Raise TypeError or ValueError if an argument is not a number, or not in a range.
+
+    Args:
+        expected: Name of the range for the message.
+        arguments: Values by name.
+        low: Lower bound.
+        high: Upper bound.
+        is_open: Whether the lower bound itself is out of range.
+    """
     for name, value in arguments.items():
         if not is_number(value):
-            message, fix = explain(name, value, float)
-            raise InvalidTypeError(message, hint=fix, argument=name, value=value)
-        if not allows(value):
-            raise InvalidValueError(f"Expected `{name}` to be {expected} but got {value}.", argument=name, value=value)
+            message, hint = explain(name, value, float)
+            raise InvalidTypeError(message, hint=hint, argument=name, value=value)
+        if (value > low if is_open else value >= low) and value <= high:
+            continue
+        fix = f"Use a number above {low}." if is_open else f"Use {low} or more."
+        if value > high:
+            fix = f"Use {high} or less."
+        raise InvalidValueError(
+            f"Expected `{name}` to be {expected} but got {value}.", hint=fix, argument=name, value=value
+        )
 
 
 def at_least(low: float, **arguments: float) -> None:
-    """Refuse an argument that is below ``low``, or no number."""
-    _refuse(arguments, lambda value: value >= low, f"at least {low}")
+    """Raise ValueError if an argument is below ``low``."""
+    _check_range(f"at least {low}", arguments, low)
 
 
 def above(low: float, **arguments: float) -> None:
-    """Refuse an argument that is not above ``low``."""
-    _refuse(arguments, lambda value: value > low, f"above {low}")
+    """Raise ValueError if an argument is not above ``low``."""
+    _check_range(f"above {low}", arguments, low, is_open=True)
 
 
 def between(low: float, high: float, **arguments: float) -> None:
-    """Refuse an argument outside of a closed range."""
-    _refuse(arguments, lambda value: low <= value <= high, f"between {low} and {high}")
+    """Raise ValueError if an argument is outside of a closed range."""
+    _check_range(f"between {low} and {high}", arguments, low, high)
 
 
 def share(**arguments: float) -> None:
-    """Refuse an argument that is no share: above 0 and at most 1."""
-    _refuse(arguments, lambda value: 0 < value <= 1, "above 0 and at most 1")
+    """Raise ValueError if an argument is not a share, above 0 and at most 1."""
+    _check_range("above 0 and at most 1", arguments, 0, 1, is_open=True)
 
 
 def warn_of_one(argument: str, value: float, number: str, share: str) -> None:

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_fcl import FederatedStream
+from lightning_fcl.callbacks import GLFC, LwF
 from lightning_fcl.data.batches import joined
 from lightning_fcl.data.datasets import check
 from lightning_fcl.data.datasets.faces import load_lfw
@@ -15,7 +16,7 @@ from lightning_fcl.data.datasets.files import SOURCES
 from lightning_fcl.data.datasets.hhar import load_hhar
 from lightning_fcl.data.datasets.sensors import load_wesad
 from lightning_fcl.data.partition import IID
-from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario
+from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario, Staggered
 from lightning_fcl.data.scenarios.papers import ODFCLScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.data.targets import Numbered
@@ -180,5 +181,14 @@ ROWS |= {
         None,
         "Leave it out for 5.",
         InvalidTypeError,
+    ),
+    "number below its range": Row(
+        lambda lab, delay: Staggered(ClassIncremental(2), delay), {"delay": -1}, {"delay": 0}, "Use 0 or more."
+    ),
+    "number at an open end of its range": Row(
+        lambda lab, value: LwF(temperature=value), {"value": 0.0}, {"value": 1e-3}, "Use a number above 0."
+    ),
+    "number above its range": Row(
+        lambda lab, value: GLFC(strength=value), {"value": 1.5}, {"value": 1.0}, "Use 1 or less."
     ),
 }

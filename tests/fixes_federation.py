@@ -198,11 +198,13 @@ ROWS |= {
         resume, {"change": change_version}, {"change": keep}, "Write it again with `lightning` 2."
     ),
     "checkpoint of another epoch": Row(
-        resume, {"change": change_epoch}, {"change": keep}, "Continue from another one."
+        resume, {"change": change_epoch}, {"change": keep}, "Resume from another checkpoint."
     ),
-    "checkpoint without loops": Row(resume, {"change": drop_loops}, {"change": keep}, "Continue from another one."),
+    "checkpoint without loops": Row(
+        resume, {"change": drop_loops}, {"change": keep}, "Resume from another checkpoint."
+    ),
     "checkpoint without a training loop": Row(
-        resume, {"change": drop_fit_loop}, {"change": keep}, "Continue from another one."
+        resume, {"change": drop_fit_loop}, {"change": keep}, "Resume from another checkpoint."
     ),
     "processes of a machine": Row(
         check_machines, {"processes": 10**6}, {"processes": 2}, "Set as many as it has cores, or fewer."

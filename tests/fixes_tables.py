@@ -1,22 +1,26 @@
 """All tables of fixes: the rows by name, and the names of those that take half a second or more."""
 
 import fixes
+import fixes_callbacks
 import fixes_columns
 import fixes_data
 import fixes_datasets
 import fixes_federation
 import fixes_methods
 import fixes_models
+import fixes_processes
 import fixes_training
 
 TABLES = (
     fixes,
+    fixes_callbacks,
     fixes_columns,
     fixes_data,
     fixes_datasets,
     fixes_federation,
     fixes_methods,
     fixes_models,
+    fixes_processes,
     fixes_training,
 )
 ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}

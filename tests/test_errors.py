@@ -57,11 +57,11 @@ def test_none_is_refused_where_something_stands_by_default():
 @pytest.mark.parametrize(
     ("check", "message"),
     [
-        (lambda: at_least(0, mu=-1.0), "Expected `mu` to be at least 0 but got -1.0."),
-        (lambda: at_least(0, mu=float("nan")), "Expected `mu` to be at least 0 but got nan."),
-        (lambda: above(0, temperature=0.0), "Expected `temperature` to be above 0 but got 0.0."),
-        (lambda: between(0, 1, alpha=1.7), "Expected `alpha` to be between 0 and 1 but got 1.7."),
-        (lambda: share(rho=0.0), "Expected `rho` to be above 0 and at most 1 but got 0.0."),
+        (lambda: at_least(0, mu=-1.0), "Expected `mu` to be at least 0 but got -1.0. Use 0 or more."),
+        (lambda: at_least(0, mu=float("nan")), "Expected `mu` to be at least 0 but got nan. Use 0 or more."),
+        (lambda: above(0, temperature=0.0), "Expected `temperature` to be above 0 but got 0.0. Use a number above 0."),
+        (lambda: between(0, 1, alpha=1.7), "Expected `alpha` to be between 0 and 1 but got 1.7. Use 1 or less."),
+        (lambda: share(rho=0.0), "Expected `rho` to be above 0 and at most 1 but got 0.0. Use a number above 0."),
         (
             lambda: one_of(["round", "seen"], history="sean"),
             'Expected `history` to be "round" or "seen" but got "sean". Did you mean seen?',
@@ -92,7 +92,7 @@ def test_a_field_declares_its_range():
         steps: int = argument(1, at_least, 1)
 
     check_fields(Momentum(mu=0.5, steps=2))
-    with pytest.raises(ValueError, match=r"^Expected `mu` to be between 0 and 1 but got 1\.5\.$"):
+    with pytest.raises(ValueError, match=r"^Expected `mu` to be between 0 and 1 but got 1\.5\. Use 1 or less\.$"):
         check_fields(Momentum(mu=1.5))
     with pytest.raises(TypeError, match=r"^Expected `steps` to be a whole number, but got 1\.5\. Leave it out"):
         check_fields(Momentum(steps=1.5))

@@ -259,7 +259,7 @@ class ClientStore:
             raise InvalidValueError(
                 "Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
                 f"{states!r:.200}.",
-                hint="Continue from another one.",
+                hint="Resume from another checkpoint.",
                 argument="clients",
                 value=states,
             )

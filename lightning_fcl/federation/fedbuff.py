@@ -243,7 +243,7 @@ class BufferedServer(FederatedServer):
                 raise InvalidValueError(
                     f"Expected the state that a client has downloaded to have `{name}` of shape {tuple(value.shape)} "
                     "but it is not so: the module has changed, or a checkpoint is damaged.",
-                    hint="Begin anew.",
+                    hint="Start without `ckpt_path`.",
                     argument=name,
                 )
         return {**self.state, **{name: version[name].to(value.device) for name, value in changing.items()}}
@@ -295,7 +295,7 @@ class BufferedServer(FederatedServer):
             raise InvalidValueError(
                 f"Expected `{_KEPT}` of the checkpoint to say who is under way, and from which state, but got "
                 f"{kept!r:.200}.",
-                hint="Continue from another one.",
+                hint="Resume from another checkpoint.",
                 argument=_KEPT,
                 value=kept,
             )

@@ -199,7 +199,7 @@ def check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], names
         raise InvalidValueError(
             f"Expected a round to move the server by at most {most:g} times the larger of its norm and 1 but it would "
             f"by {times:.3g} times.",
-            hint="Go on from the checkpoint before it, with other reductions, a lower learning rate of "
+            hint="Resume from the checkpoint before this round with other reductions, a lower learning rate of "
             "`server_optimizer`, or a larger `largest-update` of the run's configuration.",
             argument="largest-update",
             value=times,

@@ -187,6 +187,9 @@ def _checked(client: str, own: Any) -> dict[str, float]:
         ) from error
 
 
+_AGAIN = "Save the file again as CSV, in UTF-8."
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The clients' own numbers of a file, as they stand there."""
     if path.suffix != ".csv":
@@ -197,9 +200,9 @@ def _read(path: Path) -> dict[str, Any]:
             )
         return {str(client): own for client, own in found.items()}
     try:
-        rows = list(csv.DictReader(read_lines(path, "Write it anew.")))
+        rows = list(csv.DictReader(read_lines(path, _AGAIN)))
     except csv.Error as error:
-        raise InvalidValueError(f"Expected {path} to be CSV but got: {error}.", hint="Write it anew.") from error
+        raise InvalidValueError(f"Expected {path} to be CSV but got: {error}.", hint=_AGAIN) from error
     if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
         raise InvalidValueError(
             f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}.",

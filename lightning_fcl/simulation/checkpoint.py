@@ -114,14 +114,14 @@ def check_checkpoint(
         raise InvalidValueError(
             f"Expected `epoch` of the checkpoint {path} to be that of its training loop, between 0 and {rounds}, but "
             f"got {epoch} and {quoted(counts)}.",
-            hint="Continue from another one.",
+            hint="Resume from another checkpoint.",
             argument="epoch",
             value=epoch,
         )
     if not kept["between_rounds"]:
         raise InvalidValueError(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one.",
-            hint="Save with `every_n_epochs`, not `every_n_train_steps`.",
+            hint="Use a checkpoint that was saved at the end of a round, as `ModelCheckpoint(every_n_epochs=1)` does.",
             argument="ckpt_path",
             value=path,
             code="within-round",
@@ -183,7 +183,7 @@ def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
             raise InvalidValueError(
                 f"Expected `{name}` of the checkpoint {path} to be of type {kind.__name__} but got "
                 f"{checkpoint.get(name)!r}.",
-                hint="Continue from another one.",
+                hint="Resume from another checkpoint.",
                 argument=name,
             )
     states = {"the training loop": checkpoint["loops"].get("fit_loop"), **checkpoint["callbacks"]}
@@ -191,7 +191,7 @@ def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
         if not isinstance(state, dict) or not state:
             raise InvalidValueError(
                 f"Expected the checkpoint {path} to hold the state of {name} but got {state!r}.",
-                hint="Continue from another one.",
+                hint="Resume from another checkpoint.",
             )
 
 

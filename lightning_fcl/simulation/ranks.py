@@ -256,5 +256,5 @@ def check_alike(ranks: Ranks, here: Mapping[str, object]) -> None:
                 raise InvalidValueError(
                     f"Expected all processes of a federation to be alike but process {rank} has another `{name}`: "
                     f"{other.get(name)}, where the first has {first.get(name)}.",
-                    hint="Start them with one recipe, one set of data and one installation.",
+                    hint="Start all processes with the same recipe, data and versions of the packages.",
                 )

@@ -282,3 +282,5 @@ def test_first_checkpoint_of_a_fit_is_read_back(fit, tmp_path):
     with raises(InvalidValueError, "checkpoint_io", value="Broken"):
         fit(Net(), stream(), [keeps, ModelCheckpoint(tmp_path)], **options)
     assert keeps.ended == 1
+    fit(Net(), stream(), [ModelCheckpoint(tmp_path)], trainer_args={"enable_checkpointing": True})
+    fit(Net(), stream(), trainer_args={"enable_checkpointing": False}, checkpoint_io=Broken())

@@ -1,0 +1,159 @@
+"""Fixes that the error messages of callbacks name."""
+
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import torch
+from fixes import (
+    Items,
+    Logs,
+    Row,
+    fit_one_round,
+    has_rounds,
+    sgd,
+    stream_of_arrays,
+)
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fcl import Classifier, FederatedStream, Regressor
+from lightning_fcl.callbacks import BaseSession, ContinualMetrics, ICaRL, Replay
+from lightning_fcl.callbacks.epoch_log import EpochLog, RoundLog
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import Stationary
+from lightning_fcl.data.scenarios.papers import ODFCLScenario
+from lightning_fcl.data.split import Split
+from lightning_fcl.errors import InvalidTypeError, MissingValueError
+from lightning_fcl.methods.method import Method
+from lightning_fcl.models import MLP, DSICNet
+
+ROWS: dict[str, Row] = {}
+SECONDS: set[str] = set()
+
+
+def check_session(lab, classes=6, size=16, before=(), head=None, latents=False):
+    x, y = torch.randn(80, 1, 16, 16), torch.arange(80) % 8
+    scenario = ODFCLScenario(people=6, base=2, sessions=2, nodes=2, train_per_class=7, test_per_class=3)
+    stream = stream_of_arrays(lab, x, y, scenario=scenario, partition=None)
+    network = DSICNet(classes, (size, size))
+    if head is not None:
+        network.head.classifier = head
+    task = Classifier(network, classes, sgd)
+    assert BaseSession(latents=latents).check(task, before, stream) is stream
+
+
+def fit_in_order(lab, callbacks):
+    trainer = L.Trainer(max_epochs=1, callbacks=callbacks, **lab.quiet)
+    trainer.fit(lab.task(), datamodule=lab.stream(clients=1))
+    return has_rounds(trainer)
+
+
+class LogsMetric(L.LightningModule):
+    """Logs a metric, of its own or of another object."""
+
+    def __init__(self, is_attribute):
+        super().__init__()
+        metric = MulticlassAccuracy(4)
+        if is_attribute:
+            self.metric = metric
+        self.find = lambda: metric
+        self.log = lambda *args, **kwargs: None
+
+
+def log_metric(lab, is_attribute):
+    module = LogsMetric(is_attribute)
+    logs = RoundLog(module, SimpleNamespace(number=2, rank=0))
+    logs.train(torch.zeros(2))
+    module.log("accuracy", module.find(), on_step=False, on_epoch=True)
+
+
+def log_numbers(lab, values):
+    log = EpochLog()
+    for name, value in values.items():
+        log(name, value, on_epoch=True)
+    assert {name: log.value(name) for name in values} == {"a": 1.0, "b": 2.0}
+
+
+class AnyRegressor(Regressor):
+    """Takes pairs and dicts."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+        return nn.functional.mse_loss(self(x), y)
+
+
+def numbers_of_dict(index):
+    return {"x": torch.ones(6) * index, "y": torch.ones(1) * index}
+
+
+def numbers_of_pair(index):
+    return torch.ones(6) * index, torch.ones(1) * index
+
+
+def measure_items(lab, make):
+    stream = FederatedStream(Items(make), Stationary(), partition=IID(2), split=Split(test=0.25), batch_size=6)
+    return fit_one_round(lab, stream, AnyRegressor(MLP([6, 5, 1]), 1, sgd), callbacks=[ContinualMetrics()])
+
+
+class Rule(Method):
+    """Predicts by a rule of its own."""
+
+    def predict(self, server, module, x, output):
+        return output
+
+
+ROWS |= {
+    "base session of a network with few outputs": Row(
+        check_session, {"classes": 4}, {"classes": 6}, "Raise the network's `num_classes`."
+    ),
+    "base session of a network for larger images": Row(
+        check_session,
+        {"size": 24},
+        {"size": 16},
+        "Set the network's `image_size` and `channels`, or the dataset's `size`.",
+    ),
+    "replay before the base session": Row(
+        check_session,
+        {"latents": True, "before": [Replay(8, base=True)]},
+        {"before": []},
+        "Put `Replay` after `BaseSession` in `callbacks`.",
+    ),
+    "base session of a network without a classifier": Row(
+        check_session,
+        {"head": nn.Sequential(nn.Linear(80, 6))},
+        {"head": nn.Linear(80, 6)},
+        "Assign the last layer to `model.head.classifier`.",
+    ),
+    "metrics before a method that predicts": Row(
+        fit_in_order,
+        {"callbacks": [ContinualMetrics(), ICaRL(12)]},
+        {"callbacks": [ICaRL(12), ContinualMetrics()]},
+        "Put `ContinualMetrics` after `ICaRL` in `callbacks`.",
+    ),
+    "log of a metric that is no attribute": Row(
+        log_metric,
+        {"is_attribute": False},
+        {"is_attribute": True},
+        "Assign the metric to an attribute in `__init__`.",
+        MissingValueError,
+    ),
+    "log of several numbers": Row(
+        log_numbers,
+        {"values": {"a": torch.tensor([1.0, 2.0])}},
+        {"values": {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}},
+        "Log each number under its own name.",
+    ),
+    "metrics of samples that are dicts": Row(
+        measure_items,
+        {"make": numbers_of_dict},
+        {"make": numbers_of_pair},
+        "Return pairs from the dataset, or measure in `test_step` of a module whose `forward` does not return logits.",
+        InvalidTypeError,
+    ),
+    "metrics of a step beside a method that predicts": Row(
+        lambda lab, callbacks: fit_one_round(lab, task=Logs(True), callbacks=[*callbacks, ContinualMetrics()]),
+        {"callbacks": [Rule()]},
+        {"callbacks": []},
+        "Leave `Rule` out, as `test_step` of `Logs` does not predict by it.",
+    ),
+}

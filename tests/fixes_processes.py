@@ -1,0 +1,244 @@
+"""Fixes that the error messages of checkpoints, stored states and several processes name."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import torch
+from fixes import Row, fit_one_round, has_rounds, sgd, small_stream
+from fixes_federation import keep, read_speeds
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.distributed import HashStore
+
+from lightning_fcl import Classifier, FedBuff, FederatedStream, Speeds
+from lightning_fcl.callbacks import FOT
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, Staggered, Stationary
+from lightning_fcl.data.split import Split
+from lightning_fcl.errors import DamagedFileError, MissingValueError
+from lightning_fcl.federation.aggregation import Aggregator
+from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.ranks import ALONE
+from lightning_fcl.federation.reductions import Mean, Reduction
+from lightning_fcl.methods.method import sample_size
+from lightning_fcl.simulation.gloo import GlooRanks
+from lightning_fcl.simulation.limits import check_ranks
+from lightning_fcl.simulation.ranks import check_alike
+
+ROWS: dict[str, Row] = {}
+SECONDS: set[str] = set()
+
+
+def call_together(calls):
+    """Call functions at the same time, each with the ranks of one process."""
+    store = HashStore()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        running = [
+            pool.submit(lambda rank, call: call(GlooRanks(store, rank, len(calls))), rank, call)
+            for rank, call in enumerate(calls)
+        ]
+        return [one.result() for one in running]
+
+
+class Alone(Reduction):
+    """A reduction with an accumulator of one process."""
+
+    name = "alone"
+
+    def accumulator(self):
+        return SimpleNamespace(add=lambda values, weights: None, result=dict)
+
+
+def aggregate(lab, reduction, processes=2):
+    def combine(ranks):
+        aggregator = Aggregator({"w": reduction})
+        aggregator.add_all({"w": torch.ones(1, 2)}, [1.0], [ranks.rank])
+        if ranks.number > 1:
+            aggregator.combine(ranks)
+        return aggregator.uploads
+
+    found = call_together([combine] * processes) if processes > 1 else [combine(ALONE)]
+    assert found == [processes] * processes
+
+
+def compare(lab, recipes):
+    call_together([lambda ranks, one=recipe: check_alike(ranks, {"recipe": one}) for recipe in recipes])
+
+
+def count_processes(lab, processes, **options):
+    trainer = fit_one_round(lab, **options)
+    check_ranks(trainer.strategy.federation, processes)
+
+
+def read_client(lab, resumes):
+    state = {"model": {"w": torch.arange(4.0)}}
+    store = ClientStore("disk", lab.folder / "clients")
+    store["a"] = state
+    (path,) = (lab.folder / "clients").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-4])
+    if resumes:
+        store.replace({"a": state})
+    assert torch.equal(store["a"]["model"]["w"], state["model"]["w"])
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint in a hook."""
+
+    def __init__(self, hook, path):
+        setattr(self, hook, lambda trainer, *args: trainer.save_checkpoint(path))
+
+
+def resume_saved(lab, hook):
+    path = lab.folder / f"{hook}.ckpt"
+    lab.fit(lab.task(), lab.stream(), [Saves(hook, path)], max_epochs=1)
+    has_rounds(lab.fit(lab.task(), lab.stream(), ckpt_path=path), 2)
+
+
+def resume_server(lab, change, starts_again=False):
+    """Resume an asynchronous fit from a checkpoint with another state of the server."""
+    folder = lab.folder / str(len([*lab.folder.iterdir()]))
+    options = {"schedule": FedBuff(Speeds(0.1, spread=0.9), 1), "cohort_size": 1}
+    saving = {"trainer_args": {"enable_checkpointing": True}}
+    checkpoints = ModelCheckpoint(folder, save_last=True)
+    lab.fit(lab.task(), lab.stream(), [checkpoints], max_epochs=1, **saving, **options)
+    path = folder / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    (federation,) = (kept for kept in checkpoint["callbacks"].values() if "between_rounds" in kept)
+    change(federation)
+    torch.save(checkpoint, path)
+    has_rounds(lab.fit(lab.task(), lab.stream(), ckpt_path=None if starts_again else path, **options), 2)
+
+
+def drop_clock(kept):
+    kept["asynchronous"] = None
+
+
+def drop_clients(kept):
+    kept["clients"] = [1]
+
+
+def cut_versions(kept):
+    for state in kept["asynchronous"]["versions"].values():
+        state.update({name: value[:1] for name, value in state.items()})
+
+
+def fit_until(lab, rounds):
+    """Fit a stream whose last round has no samples."""
+    stream = small_stream(scenario=Stationary(3), split=Split(test=0.0))
+    stream.setup("fit")
+    stream.plan = replace(stream.plan, train=(*stream.plan.train[:2], {}))
+    schedule = FedBuff(Speeds(1.0), 2)
+    has_rounds(lab.fit(lab.task(), stream, schedule=schedule, max_epochs=rounds), rounds)
+
+
+class Prepared(Classifier):
+    """Cannot be tried before the first round."""
+
+    def on_train_epoch_start(self):
+        self.scale = 1.0
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def fit_single(lab, clients=2, batch_size=6):
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    x, y = torch.randn(12, 6), torch.arange(12) % 4
+    stream = FederatedStream.from_arrays(
+        x, y, scenario=Stationary(), partition=IID(clients), split=Split(test=0.0), batch_size=batch_size
+    )
+    return fit_one_round(lab, stream, Prepared(net, 4, sgd))
+
+
+def find_size(lab, simulates):
+    stream = small_stream()
+    stream.setup("fit")
+    if not simulates:
+        stream.plan = replace(stream.plan, train=())
+    assert sample_size(SimpleNamespace(stream=stream), "GLFC") == (6,)
+
+
+def fit_sums(lab, scenario, participation=0.5):
+    return fit_one_round(lab, small_stream(scenario=scenario), callbacks=[FOT()], participation=participation)
+
+
+LATE = Staggered(ClassIncremental(2, 2), delay=2)
+SINGLE = "Use a `batch_size` that leaves no single sample, and a partition that gives each client at least two samples."
+SUMS = "Use `participation=1.0`, or a scenario whose clients enter each experience together."
+
+ROWS |= {
+    "reduction of one process": Row(
+        aggregate,
+        {"reduction": Alone()},
+        {"reduction": Mean()},
+        "Define `combine` in the accumulator, or train with `devices=1`.",
+    ),
+    "reduction of one process, on one device": Row(
+        aggregate,
+        {"reduction": Alone()},
+        {"processes": 1},
+        "Define `combine` in the accumulator, or train with `devices=1`.",
+    ),
+    "processes with other recipes": Row(
+        compare,
+        {"recipes": ["a", "b"]},
+        {"recipes": ["a", "a"]},
+        "Start all processes with the same recipe, data and versions of the packages.",
+    ),
+    "processes without clients": Row(
+        count_processes, {"processes": 4, "cohort_size": 1}, {"processes": 3}, "Set fewer devices."
+    ),
+    "processes without cohorts": Row(
+        count_processes,
+        {"processes": 3, "cohort_size": 2},
+        {"cohort_size": 1},
+        "Set fewer devices, or a `cohort_size` below 2, which changes results by rounding alone.",
+    ),
+    "state of a client that is damaged": Row(
+        read_client,
+        {"resumes": False},
+        {"resumes": True},
+        "Resume from the newest checkpoint, which has the states of all clients.",
+        DamagedFileError,
+    ),
+    "checkpoint within a round": Row(
+        resume_saved,
+        {"hook": "on_train_batch_end"},
+        {"hook": "on_train_epoch_end"},
+        "Use a checkpoint that was saved at the end of a round, as `ModelCheckpoint(every_n_epochs=1)` does.",
+    ),
+    "checkpoint without the states of clients": Row(
+        resume_server, {"change": drop_clients}, {"change": keep}, "Resume from another checkpoint."
+    ),
+    "checkpoint without the clock of a server": Row(
+        resume_server, {"change": drop_clock}, {"change": keep}, "Resume from another checkpoint."
+    ),
+    "checkpoint with a download of another shape": Row(
+        resume_server, {"change": cut_versions}, {"starts_again": True}, "Start without `ckpt_path`."
+    ),
+    "round without clients": Row(fit_until, {"rounds": 3}, {"rounds": 2}, "Lower `max_epochs`."),
+    "file of speeds that is no CSV": Row(
+        read_speeds,
+        {"text": 'client,seconds_per_sample\n0,"' + "0" * 200_000},
+        {"text": "client,seconds_per_sample\n0,0.1\n"},
+        "Save the file again as CSV, in UTF-8.",
+    ),
+    "batch of one sample": Row(fit_single, {"batch_size": 5}, {"batch_size": 6}, SINGLE),
+    "client of one sample": Row(fit_single, {"clients": 12}, {"clients": 2}, SINGLE),
+    "size of samples in a deployment": Row(
+        find_size,
+        {"simulates": False},
+        {"simulates": True},
+        "Simulate the federation, or leave `GLFC` out.",
+        MissingValueError,
+    ),
+    "sums of clients in other experiences": Row(fit_sums, {"scenario": LATE}, {"participation": 1.0}, SUMS),
+    "sums of clients in other experiences, together": Row(
+        fit_sums, {"scenario": LATE}, {"scenario": ClassIncremental(2, 2)}, SUMS
+    ),
+}
