@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
+import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import EarlyStopping
@@ -29,6 +30,9 @@ from lightning_fcl.cli.tables import _named, run_rows
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Online
 from lightning_fcl.data.split import Split
+from lightning_fcl.data.tables import Table
+from lightning_fcl.data.targets import check_names as check_class_names
+from lightning_fcl.data.targets import number_targets
 from lightning_fcl.deployment.answers import Limits, check_numbers, file_name_of
 from lightning_fcl.deployment.messages import RefusedError, check_form, check_names, check_same
 from lightning_fcl.deployment.node import memories
@@ -55,7 +59,8 @@ from lightning_fcl.evaluation.comparison import compare_page, runs_below
 from lightning_fcl.evaluation.figures import draw_tasks
 from lightning_fcl.evaluation.headline import time_to
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import Table, cells, read_table, write_table
+from lightning_fcl.evaluation.table import Table as Results
+from lightning_fcl.evaluation.table import cells, read_table, write_table
 from lightning_fcl.federation.aggregation import BUILT_IN
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.io.atomic import occupied, write_whole
@@ -63,12 +68,14 @@ from lightning_fcl.io.checkpoint import checkpoint_file, checkpoint_of_run, read
 from lightning_fcl.io.checksums import check_digest, read_sums, sha256
 from lightning_fcl.io.download import Layout, Source, download
 from lightning_fcl.io.paths import inside
+from lightning_fcl.io.reading import read_bytes
 from lightning_fcl.io.safe_yaml import read_yaml
 from lightning_fcl.running.fit import FederatedCLI, make_cli, resolve_recipe
 from lightning_fcl.running.lightning_errors import convert_errors
 from lightning_fcl.running.parts import read_parts
 from lightning_fcl.running.recipe import Recipe, take_settings
 from lightning_fcl.running.rows import find_recipe, recipes_folder
+from lightning_fcl.running.secret_values import with_variables
 from lightning_fcl.zoo.continued import continue_from, read_continuation
 from lightning_fcl.zoo.entry import CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, read_entry, read_files, write_list
 from lightning_fcl.zoo.loading import read_tensors
@@ -740,7 +747,7 @@ def read_damaged(lab, damage):
 def table_of(lab, change=None):
     """Read a table, which `change` damages before, if it is not None."""
     path = lab.folder / "table.json"
-    write_table(lab.folder, Table.of([read_results(lab.run())], "toy", "paper", "lightning-fcl reproduce toy"))
+    write_table(lab.folder, Results.of([read_results(lab.run())], "toy", "paper", "lightning-fcl reproduce toy"))
     if change is not None:
         path.write_text(change(path.read_text()))
     return read_table(path)
@@ -1533,6 +1540,138 @@ ROWS |= {
         {"columns": 0},
         "Write the data with `lightning-fcl deploy split`",
         RefusedError,
+    ),
+}
+
+
+# Rows of tables and targets
+
+
+def read_cells(lab, text="a,b,y\n1,2,p\n", name="t.csv", target="y", features=("a", "b"), **scale):
+    written(lab, name, text)
+    return len(Table(lab.folder / name, target, features, **scale))
+
+
+def read_column(lab, kind):
+    """Read a parquet file with a column of a type."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values = arrow.array([0, 1], arrow.int64()).cast(kind(arrow))
+    parquet.write_table(arrow.table({"a": values, "y": ["p", "q"]}), lab.folder / "t.parquet")
+    return len(Table(lab.folder / "t.parquet", "y", ["a"]))
+
+
+def with_row(row):
+    return {"text": f"a,b,y\n1,2,p\n{row}\n"}
+
+
+def with_header(header):
+    return {"text": f"{header}\n1,2,p\n"}
+
+
+ROWS |= {
+    "table of another kind": Row(
+        read_cells, {"name": "t.xlsx"}, {"name": "t.csv"}, "Save the table as a CSV file", argument="path"
+    ),
+    "column named twice": Row(
+        read_cells, {"features": ("a", "a")}, {"features": ("a",)}, "Name each column once", argument="features"
+    ),
+    "target among the features": Row(
+        read_cells,
+        {"features": ("a", "y")},
+        {"features": ("a",)},
+        "Remove `y` from `features`",
+        argument="features",
+    ),
+    "scale of another length": Row(
+        read_cells,
+        {"mean": [1.0, 2.0, 3.0]},
+        {"mean": [0.0, 0.0]},
+        "Pass `mean=[0.0, 0.0]` to leave the features unchanged",
+        argument="mean",
+    ),
+    "decimal comma of a table": Row(
+        read_cells,
+        with_row("3,1,5,q"),
+        with_row('3,1.5,"q,r"'),
+        "Write decimal numbers with a point, and put text that has commas in quotation marks",
+        argument="data",
+    ),
+    "decimal comma in quotation marks": Row(
+        read_cells, with_row('3,"1,5",q'), with_row("3,1.5,q"), "Write 1.5, with a decimal point", argument="data"
+    ),
+    "text in a feature": Row(
+        read_cells, with_row("3,fast,q"), with_row("3,4,q"), "Write a number, or name another column", argument="data"
+    ),
+    "column of durations": Row(
+        read_column,
+        {"kind": lambda arrow: arrow.duration("s")},
+        {"kind": lambda arrow: arrow.int64()},
+        "Convert the column to numbers or text",
+        InvalidTypeError,
+        "data",
+    ),
+    "columns between semicolons": Row(
+        read_cells, with_header("a;b;y"), with_header("a,b,y"), "Separate the columns by commas", UnknownNameError
+    ),
+    "column that is not there": Row(
+        read_cells, {"target": "zzz"}, {"target": "y"}, "Name a column of the file", UnknownNameError, "target"
+    ),
+    "column that is there twice": Row(
+        read_cells, with_header("a,a,y"), with_header("a,b,y"), "Rename or remove the others", argument="data"
+    ),
+    "table without rows": Row(
+        read_cells, {"text": "a,b,y\n"}, with_header("a,b,y"), "Add a row", MissingValueError, "data"
+    ),
+    "cell without a value": Row(
+        read_cells, with_row("3,,q"), with_row("3,4,q"), "Fill in the value", MissingValueError, "data"
+    ),
+    "row without a value": Row(
+        read_cells,
+        with_row("3,,q"),
+        {"text": "a,b,y\n1,2,p\n"},
+        "or remove the row",
+        MissingValueError,
+        "data",
+    ),
+    "targets of more than 64 bits": Row(
+        lambda lab, y: number_targets(y, ()),
+        {"y": np.zeros(4, np.longdouble)},
+        {"y": np.zeros(4, np.longdouble).astype(np.float32)},
+        "`y.astype(np.float32)`",
+        InvalidTypeError,
+        "y",
+    ),
+    "classes of one name": Row(
+        lambda lab, names: check_class_names(names),
+        {"names": ["p", "p"]},
+        {"names": ["p", "q"]},
+        "Rename or remove the others",
+        argument="classes",
+    ),
+    "class name that is not Unicode": Row(
+        lambda lab, names: check_class_names(names),
+        {"names": ["\ud800"]},
+        {"names": ["p"]},
+        "Rename it",
+        argument="classes",
+    ),
+    "variable that is not set": Row(
+        lambda lab, key=None: (lab.env.setenv("LAB_KEY", key) if key else None, with_variables({"key": "${LAB_KEY}"})),
+        {},
+        {"key": "x"},
+        "Set the variable: export LAB_KEY=",
+        MissingValueError,
+        "key",
+    ),
+    "pipe in place of a file": Row(
+        lambda lab, name: (
+            (lab.folder / "pipe").exists() or os.mkfifo(lab.folder / "pipe"),
+            written(lab, "a.yaml", "a: 1"),
+            read_bytes(lab.folder / name),
+        ),
+        {"name": "pipe"},
+        {"name": "a.yaml"},
+        "Name a regular file",
     ),
 }
 
