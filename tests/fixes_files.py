@@ -305,7 +305,7 @@ ROWS |= {
         read_search,
         {"cases": {"a": {LR: 0.3}}},
         {"cases": {"a": {"data.batch_size": 8}}},
-        f"Remove {LR} from one of them",
+        f"Remove {LR} from one of them.",
     ),
     "recipe in place of a search file": Row(
         read_search_file,
@@ -1579,14 +1579,14 @@ ROWS |= {
         read_cells,
         {"features": ("a", "y")},
         {"features": ("a",)},
-        "Remove `y` from `features`",
+        "Remove `y` from `features`.",
         argument="features",
     ),
     "scale of another length": Row(
         read_cells,
         {"mean": [1.0, 2.0, 3.0]},
         {"mean": [0.0, 0.0]},
-        "Pass `mean=[0.0, 0.0]` to leave the features unchanged",
+        "Pass `mean=[0.0, 0.0]` to leave the features unchanged.",
         argument="mean",
     ),
     "decimal comma of a table": Row(
@@ -1597,7 +1597,7 @@ ROWS |= {
         argument="data",
     ),
     "decimal comma in quotation marks": Row(
-        read_cells, with_row('3,"1,5",q'), with_row("3,1.5,q"), "Write 1.5, with a decimal point", argument="data"
+        read_cells, with_row('3,"1,5",q'), with_row("3,1.5,q"), "Write 1.5, with a decimal point.", argument="data"
     ),
     "text in a feature": Row(
         read_cells, with_row("3,fast,q"), with_row("3,4,q"), "Write a number, or name another column", argument="data"
@@ -1637,7 +1637,7 @@ ROWS |= {
         lambda lab, y: number_targets(y, ()),
         {"y": np.zeros(4, np.longdouble)},
         {"y": np.zeros(4, np.longdouble).astype(np.float32)},
-        "`y.astype(np.float32)`",
+        "Convert it, for example with `y.astype(np.float32)`",
         InvalidTypeError,
         "y",
     ),
