@@ -182,7 +182,7 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a CSV file that are not empty, each with the number of its last line."""
-    hint = "Save it as CSV in UTF-8."
+    hint = "Save the file again as CSV, in UTF-8."
     with (
         reading(path, "to be a CSV file in UTF-8", hint),
         TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file,

@@ -1,0 +1,1687 @@
+"""Fixes that error messages about files, commands, recipes and deployments name, as rows of calls."""
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import EarlyStopping
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning_fcl import Deadline, FederatedStream, Speeds, Swarm, zoo
+from lightning_fcl.cli.jobs import Job, side_by_side
+from lightning_fcl.cli.main import main
+from lightning_fcl.cli.search import Search, trial_recipe
+from lightning_fcl.cli.tables import _named, run_rows
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, Online
+from lightning_fcl.data.split import Split
+from lightning_fcl.data.tables import Table
+from lightning_fcl.data.targets import check_names as check_class_names
+from lightning_fcl.data.targets import number_targets
+from lightning_fcl.deployment.answers import Limits, check_numbers, file_name_of
+from lightning_fcl.deployment.messages import RefusedError, check_form, check_names, check_same
+from lightning_fcl.deployment.node import memories
+from lightning_fcl.deployment.outline import client_plan, outline_of, read_recipe
+from lightning_fcl.deployment.own_data import read_data, split_file, take_server_data, write_split
+from lightning_fcl.deployment.server import check_deployable
+from lightning_fcl.device.export import export_onnx
+from lightning_fcl.device.report import device_report
+from lightning_fcl.errors import (
+    ConnectionFailedError,
+    DamagedFileError,
+    FileAccessError,
+    FileConflictError,
+    InvalidStateError,
+    InvalidTypeError,
+    InvalidValueError,
+    LightningFCLError,
+    MissingFileError,
+    MissingValueError,
+    NoRoomError,
+    UnknownNameError,
+)
+from lightning_fcl.evaluation.comparison import compare_page, runs_below
+from lightning_fcl.evaluation.figures import draw_tasks
+from lightning_fcl.evaluation.headline import time_to
+from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.evaluation.table import Table as Results
+from lightning_fcl.evaluation.table import cells, read_table, write_table
+from lightning_fcl.federation.aggregation import BUILT_IN
+from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.io.atomic import occupied, write_whole
+from lightning_fcl.io.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
+from lightning_fcl.io.checksums import check_digest, read_sums, sha256
+from lightning_fcl.io.download import Layout, Source, download
+from lightning_fcl.io.paths import inside
+from lightning_fcl.io.reading import read_bytes
+from lightning_fcl.io.safe_yaml import read_yaml
+from lightning_fcl.running.fit import FederatedCLI, make_cli, resolve_recipe
+from lightning_fcl.running.lightning_errors import convert_errors
+from lightning_fcl.running.parts import read_parts
+from lightning_fcl.running.recipe import Recipe, take_settings
+from lightning_fcl.running.rows import find_recipe, recipes_folder
+from lightning_fcl.running.secret_values import with_variables
+from lightning_fcl.zoo.continued import continue_from, read_continuation
+from lightning_fcl.zoo.entry import CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, read_entry, read_files, write_list
+from lightning_fcl.zoo.loading import read_tensors
+from lightning_fcl.zoo.pretrained import read_samples
+from lightning_fcl.zoo.publishing import publish
+from lightning_fcl.zoo.registry import REGISTRY, collect, register
+
+NAME = "mlp.digits.flwf2t_replay"
+LR = "model.init_args.optimizer.init_args.lr"
+SMALL = "--trainer.enable_progress_bar=false --trainer.max_epochs=1 --data.partition.clients=2"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call that raises an error, and the fix that the error names.
+
+    Args:
+        call: Function of the fixtures and of the arguments.
+        wrong: Arguments with which it raises the error.
+        fix: Arguments that the fix changes, or a function of the fixtures that corrects the files of the same call.
+        hint: Part of the hint that names the fix.
+        error: Class of the error.
+        argument: Argument that the error names.
+    """
+
+    call: Callable[..., Any]
+    wrong: Mapping[str, Any]
+    fix: Mapping[str, Any] | Callable[[Any], Any]
+    hint: str
+    error: type[LightningFCLError] = InvalidValueError
+    argument: str | None = None
+
+
+ROWS: dict[str, Row] = {}
+
+
+def command(lab, words, prepare=None):
+    """Run a command line in the folder of the test."""
+    if prepare is not None:
+        prepare(lab)
+    try:
+        main(shlex.split(words))
+    except SystemExit as end:  # of an option that prints something and ends
+        assert end.code == 0
+
+
+def written(lab, name, content):
+    path = lab.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+# Rows of commands
+
+
+def with_run(lab):
+    lab.run()
+
+
+def with_file(name):
+    return lambda lab: written(lab, name, "x") if not (lab.folder / name).exists() else None
+
+
+def read_search(lab, **changes):
+    content = {"configs": ["quickstart.yaml"], "objective": "x", "trials": 2, "space": {LR: [0.1, 0.2]}, **changes}
+    shutil.copy(recipes_folder() / "quickstart.yaml", lab.folder / "quickstart.yaml")
+    path = written(lab, "search.yaml", {name: value for name, value in content.items() if value is not None})
+    search = Search.read(path, **({"case": "a"} if "cases" in content else {}))
+    return list(search.grid()) if search.sampler == "grid" else search
+
+
+def read_search_file(lab, text):
+    shutil.copy(recipes_folder() / "quickstart.yaml", lab.folder / "quickstart.yaml")
+    return Search.read(written(lab, "mine.yaml", text))
+
+
+def search_among(lab, file):
+    written(lab, "of-another.csv", "trial,y\n0,1\n")
+    written(lab, "failed.csv", f"trial,x,{LR}\n0,,0.1\n")
+    written(lab, "right.csv", f"trial,x,{LR}\n0,0.5,0.1\n")
+    assert len(read_search(lab).with_trials_of(lab.folder / file).points) == 1
+
+
+def tune(lab, sizes, words=""):
+    """Search for the sizes of a network: a wrong size fails when the network is given samples."""
+    small = {"max_epochs": 1, "enable_progress_bar": False}
+    partition = {"init_args": {"clients": 2}}
+    written(lab, "tiny.yaml", {"trainer": small, "data": {"partition": partition, "split": {"validation": 0.3}}})
+    read_search(
+        lab,
+        configs=["quickstart.yaml", "tiny.yaml"],
+        objective="final_accuracy/server",
+        trials=1,
+        space={"model.init_args.model.init_args.sizes": sizes},
+        sampler="grid",
+    )
+    command(lab, f"tune search.yaml --out out --workers 1 {words}")  # the last `--out` counts
+
+
+def changed_search(lab, units, words=""):
+    """Search for another size than that of the trials that are there."""
+    if not (lab.folder / "out").exists():
+        tune(lab, [[64, 8, 10]])
+    tune(lab, [[64, units, 10]], words)
+
+
+WORKER = """
+import multiprocessing, os, signal
+
+def work(job):
+    if multiprocessing.parent_process() is not None and not job.out.exists():
+        job.out.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return job.label
+"""
+
+
+def run_twice(lab, workers):
+    """Run two jobs, whose worker processes are killed the first time."""
+    written(lab, "killed_once.py", WORKER)
+    lab.env.syspath_prepend(str(lab.folder))
+    jobs = [Job(str(number), Recipe(), number, lab.folder / "killed") for number in range(2)]
+    work = import_module("killed_once").work
+    assert {label for _, label in side_by_side(work, jobs, workers)} == {"0", "1"}
+
+
+def table_rows(lab, finished):
+    folder = lab.folder / "toy"
+    small = {
+        "trainer": {"max_epochs": 1, "enable_progress_bar": False},
+        "data": {"partition": {"init_args": {"clients": 2}}},
+    }
+    written(lab, "toy/base.yaml", (recipes_folder() / "quickstart.yaml").read_text())
+    written(lab, "toy/small.yaml", small)
+    written(lab, "toy/rows.yaml", {"base": "base.yaml", "rows": {"a": "small.yaml"}})
+    jobs = run_rows(folder, None, "paper", 1, None, lab.folder / "out", 1, finished)
+    assert [len(runs) for runs in jobs.values()] == [1]
+
+
+def no_data(lab):
+    lab.env.setenv("LIGHTNING_FCL_DATA", str(lab.folder / "empty"))
+
+
+ROWS |= {
+    "command without the recipe's data": Row(
+        command,
+        {"words": "device-report flwf/flwf-2t", "prepare": no_data},
+        {"words": "device-report flwf/flwf-2t --input 6,128"},
+        "Pass the shape with `--input`",
+        MissingFileError,
+    ),
+    "sizes of --input": Row(
+        command,
+        {"words": "device-report quickstart --input 1,8,x"},
+        {"words": "device-report quickstart --input 1,8,8"},
+        "Write the sizes as in `--input 1,64,48`",
+    ),
+    "deploy into a folder of something else": Row(
+        command,
+        {"words": "deploy split quickstart --out mine", "prepare": with_file("mine/notes.txt")},
+        {"words": "deploy split quickstart --out empty"},
+        "Use an empty folder with `--out`",
+    ),
+    "empty value of --out": Row(
+        command,
+        {"words": "fit quickstart --out= --print_config"},
+        {"words": "fit quickstart --out=there --print_config"},
+        "Write --out=VALUE",
+        MissingValueError,
+        "--out",
+    ),
+    "empty value of --out, left out": Row(
+        command,
+        {"words": "fit quickstart --out= --print_config"},
+        {"words": "fit quickstart --print_config"},
+        "or leave it out",
+        MissingValueError,
+        "--out",
+    ),
+    "--out below a file": Row(
+        command,
+        {"words": f"fit quickstart {SMALL} --out file/run", "prepare": with_file("file")},
+        {"words": f"fit quickstart {SMALL} --out other/run"},
+        "Use another folder with `--out`",
+    ),
+    "help on an unknown class": Row(
+        command,
+        {"words": "fit --help=FedVit"},
+        {"words": "fit --help=FedViT"},
+        "Did you mean FedViT?",
+        UnknownNameError,
+    ),
+    "test of no run": Row(
+        command,
+        {"words": "test", "prepare": with_run},
+        {"words": "test run"},
+        "Pass the folder of a run",
+        MissingValueError,
+    ),
+    "cp over a file": Row(
+        command,
+        {"words": "cp quickstart mine.yaml", "prepare": with_file("mine.yaml")},
+        {"words": "cp quickstart other.yaml"},
+        "Use another file name",
+    ),
+    "cp over a file, by force": Row(
+        command,
+        {"words": "cp quickstart mine.yaml", "prepare": with_file("mine.yaml")},
+        {"words": "cp quickstart mine.yaml --force"},
+        "or pass `--force`",
+    ),
+    "worker that is killed": Row(
+        run_twice, {"workers": 2}, {"workers": 1}, "with fewer `--workers`", InvalidStateError
+    ),
+    "search without trials": Row(
+        read_search, {"trials": None}, {"trials": 3}, "Set `trials`, or pass `--trials`", argument="trials"
+    ),
+    "search of nothing": Row(
+        read_search,
+        {"space": {}},
+        {"space": {"data.batch_size": [16, 32]}},
+        "`space: {data.batch_size: [16, 32]}`",
+        argument="space",
+    ),
+    "setting of the space and of a case": Row(
+        read_search,
+        {"cases": {"a": {LR: 0.3}}},
+        {"cases": {"a": {"data.batch_size": 8}}},
+        f"Remove {LR} from one of them.",
+    ),
+    "recipe in place of a search file": Row(
+        read_search_file,
+        {"text": "trainer: {max_epochs: 3}"},
+        {"text": f"configs: [quickstart.yaml]\nobjective: x\ntrials: 1\nspace: {{{LR}: [0.1]}}"},
+        "`configs: [mine.yaml]`, `objective` and `space`",
+    ),
+    "search of a recipe that is not there": Row(
+        read_search,
+        {"configs": ["nothing.yaml"]},
+        {"configs": ["quickstart.yaml"]},
+        "relative to the folder of the search file",
+        MissingValueError,
+    ),
+    "grid without steps": Row(
+        read_search,
+        {"sampler": "grid", "space": {LR: {"low": 0.0, "high": 1.0}}},
+        {"space": {LR: {"low": 0.0, "high": 1.0, "step": 0.5}}},
+        "Add a `step`",
+    ),
+    "grid without steps, drawn at random": Row(
+        read_search,
+        {"sampler": "grid", "space": {LR: {"low": 0.0, "high": 1.0}}},
+        {"sampler": "random"},
+        "or use `sampler: random`",
+    ),
+    "space of a number": Row(
+        read_search, {"space": {LR: 0.1}}, {"space": {LR: [16, 32]}}, "Write a list, as in [16, 32]"
+    ),
+    "space of equal choices": Row(read_search, {"space": {LR: [1, 1]}}, {"space": {LR: [1]}}, "List each choice once"),
+    "space upside down": Row(
+        read_search,
+        {"space": {LR: {"low": 2.0, "high": 1.0}}},
+        {"space": {LR: {"low": 1.0, "high": 2.0}}},
+        "Choose `low` below `high`",
+    ),
+    "trials of another search": Row(
+        search_among, {"file": "of-another.csv"}, {"file": "right.csv"}, "with `--among`", DamagedFileError
+    ),
+    "trials that have failed": Row(
+        search_among, {"file": "failed.csv"}, {"file": "right.csv"}, "with `--among`", MissingValueError
+    ),
+    "setting of an unknown callback": Row(
+        lambda lab, key: trial_recipe({key: 5}, [{"class_path": "lightning_fcl.callbacks.Replay"}]),
+        {"key": "trainer.callbacks.Repaly.max_size"},
+        {"key": "trainer.callbacks.Replay.max_size"},
+        "Did you mean Replay?",
+        UnknownNameError,
+    ),
+    "trials that all fail": Row(
+        tune,
+        {"sizes": [[63, 10]]},
+        {"sizes": [[64, 8, 10]], "words": "--restart"},
+        "Correct the cause, then run the command with `--restart`",
+    ),
+    "search in the folder of another": Row(
+        changed_search, {"units": 9}, {"words": "--out other"}, "use another folder with `--out`"
+    ),
+    "search in the folder of another, deleted": Row(
+        changed_search, {"units": 9}, {"words": "--restart"}, "delete these trials with `--restart`"
+    ),
+    "search in the folder of another, changed back": Row(changed_search, {"units": 9}, {"units": 8}, "Undo the change"),
+    "unknown name for ls": Row(
+        command,
+        {"words": "ls methods FedVit2"},
+        {"words": "ls methods FedViT"},
+        "Did you mean FedViT?",
+        UnknownNameError,
+    ),
+    "setting for data list": Row(command, {"words": "data list --seed=1"}, {"words": "data list"}, "Leave them out"),
+    "setting for data list, shown": Row(
+        command,
+        {"words": "data list --data.seed=1"},
+        {"words": "data show quickstart --data.seed=1"},
+        "or use `lightning-fcl data show`",
+    ),
+    "picture of another kind": Row(
+        command,
+        {"words": "data show quickstart --out stream.jpg"},
+        {"words": "data show quickstart --out stream.png"},
+        "Use `--out stream.png`",
+    ),
+    "table of no runs": Row(
+        table_rows, {"finished": True}, {"finished": False}, "Leave out `--finished`", MissingValueError
+    ),
+    "unknown method of a leaderboard": Row(
+        lambda lab, text: _named(text, ["FedAvg", "EWC"], "methods"),
+        {"text": "FedAvgg"},
+        {"text": "FedAvg"},
+        "Did you mean FedAvg?",
+        UnknownNameError,
+        "methods",
+    ),
+    "fetch of nothing": Row(
+        command,
+        {"words": "zoo fetch"},
+        {"words": f"zoo fetch {NAME}"},
+        "Pass a name of `lightning-fcl zoo ls`",
+        MissingValueError,
+    ),
+}
+
+
+# Rows of recipes
+
+
+def recipe(lab, words="", files=()):
+    """Read a recipe over the quickstart, as a command does."""
+    paths = [recipes_folder() / "quickstart.yaml", *(written(lab, f"{n}.yaml", text) for n, text in enumerate(files))]
+    return resolve_recipe(Recipe.of_words([*(f"--config={path}" for path in paths), *shlex.split(words)]))
+
+
+def trainer(lab, **arguments):
+    with convert_errors():
+        return L.Trainer(**{**lab.quiet, **arguments})
+
+
+def fit_monitored(lab, monitor):
+    class Logging(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.layer(batch).sum()
+            self.log("train/loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    callbacks = [EarlyStopping(monitor, check_on_train_epoch_end=True)]
+    with convert_errors():
+        L.Trainer(**lab.quiet, max_epochs=1, callbacks=callbacks).fit(Logging(), torch.ones(2, 2))
+
+
+def module_of_a_folder(lab, folder):
+    written(lab, "project/of_a_project.py", "from lightning_fcl import Classifier as Mine")
+    lab.env.chdir(lab.folder / folder)
+    lab.env.syspath_prepend(str(lab.folder / folder))
+    recipe(lab, "--model of_a_project.Mine")
+
+
+def fit_words(lab, words, prepare=None):
+    """Fit the quickstart for one round."""
+    command(lab, f"fit quickstart {SMALL} --out out {words}", prepare)
+
+
+def fit_callbacks(lab, callbacks):
+    fit_words(lab, f"--config {written(lab, 'callbacks.yaml', CALLBACK.format(callbacks))}")
+
+
+CALLBACK = "trainer: {{callbacks: [{}]}}"
+ONLINE = "data: {{scenario: {{class_path: Online, init_args: {{of: {{class_path: {}, init_args: {{blur: 0.1}}}}}}}}}}"
+
+ROWS |= {
+    "unknown accelerator": Row(
+        trainer,
+        {"accelerator": "cpuu"},
+        {"accelerator": "cpu"},
+        "Did you mean cpu?",
+        UnknownNameError,
+        "trainer.accelerator",
+    ),
+    "unknown strategy": Row(
+        trainer,
+        {"strategy": "federatd"},
+        {"strategy": "federated"},
+        "Did you mean federated?",
+        UnknownNameError,
+        "trainer.strategy",
+    ),
+    "accelerator that this machine lacks": Row(
+        trainer,
+        {"accelerator": "tpu"},
+        {"accelerator": "cpu"},
+        "Use `--trainer.accelerator cpu`",
+        argument="trainer.accelerator",
+    ),
+    "metric that is not logged": Row(
+        fit_monitored,
+        {"monitor": "train/los"},
+        {"monitor": "train/loss"},
+        "Did you mean train/loss?",
+        UnknownNameError,
+        "monitor",
+    ),
+    "same callback twice": Row(
+        fit_callbacks,
+        {"callbacks": "{class_path: lightning_fcl.callbacks.Replay}, {class_path: lightning_fcl.callbacks.Replay}"},
+        {"callbacks": "{class_path: lightning_fcl.callbacks.Replay}"},
+        "Leave all but one out",
+        argument="trainer.callbacks",
+    ),
+    "unknown argument of the data": Row(
+        recipe,
+        {"words": "--data.batchsize 8"},
+        {"words": "--data.batch_size 8"},
+        "Did you mean data.batch_size?",
+        UnknownNameError,
+        "data.batchsize",
+    ),
+    "unknown argument of a part": Row(
+        recipe,
+        {"words": "--data.clents 3"},
+        {"words": "--data.partition.clients 3"},
+        "Did you mean data.partition.clients?",
+        UnknownNameError,
+        "data.clents",
+    ),
+    "unknown argument that is near to none": Row(
+        recipe,
+        {"words": "--trainer.strategy.compression TopK --trainer.strategy.compression.share 0.5"},
+        {"words": "--trainer.strategy.compression TopK --trainer.strategy.compression.fraction 0.5"},
+        "Use fraction, bits",
+        UnknownNameError,
+        "trainer.strategy.compression.share",
+    ),
+    "number of epochs that is text": Row(
+        recipe,
+        {"words": "--trainer.max_epochs many"},
+        {"words": ""},
+        "Leave it out",
+        InvalidTypeError,
+        "trainer.max_epochs",
+    ),
+    "short name within a part": Row(
+        recipe,
+        {"files": [ONLINE.format("Blurry")]},
+        {"files": [ONLINE.format("lightning_fcl.data.scenarios.Blurry")]},
+        "Write lightning_fcl.data.scenarios.Blurry",
+        argument="data.scenario.of",
+    ),
+    "arguments below the name of their class": Row(
+        recipe,
+        {"files": [CALLBACK.format("lightning_fcl.callbacks.EWC: {strength: 3}")]},
+        {"files": [CALLBACK.format("{class_path: lightning_fcl.callbacks.EWC, init_args: {'strength': 3}}")]},
+        "Write {class_path: lightning_fcl.callbacks.EWC, init_args: {'strength': 3}}",
+        argument="trainer.callbacks",
+    ),
+    "name of several classes": Row(
+        recipe,
+        {
+            "words": "--model.model MLP --model.model.sizes [64,10]",
+            "files": ["model: {class_path: Classifier, init_args: {model: {class_path: MLP, init_args: {}}}}"],
+        },
+        {
+            "words": "--model.model lightning_fcl.models.small.MLP --model.model.sizes [64,10]",
+            "files": ["model: {class_path: Classifier}"],
+        },
+        "Write the full name of one of them: lightning_fcl.models.small.MLP",
+    ),
+    "unknown callback": Row(
+        recipe,
+        {"files": [CALLBACK.format("{class_path: Replays}")]},
+        {"files": [CALLBACK.format("{class_path: Replay}")]},
+        "Did you mean Replay?",
+        UnknownNameError,
+        "trainer.callbacks",
+    ),
+    "unknown class that is near to none": Row(
+        recipe,
+        {"words": "--model.optimizer Zzz"},
+        {"words": "--model.optimizer torch.optim.SGD"},
+        "Write the full name of a class, as in torch.optim.SGD",
+        UnknownNameError,
+        "model.optimizer",
+    ),
+    "unknown module": Row(
+        recipe,
+        {"files": [CALLBACK.format("{class_path: lightning_fc.callbacks.Replay}")]},
+        {"files": [CALLBACK.format("{class_path: lightning_fcl.callbacks.Replay}")]},
+        "Did you mean lightning_fcl?",
+        UnknownNameError,
+        "trainer.callbacks",
+    ),
+    "module of another folder": Row(
+        module_of_a_folder,
+        {"folder": "."},
+        {"folder": "project"},
+        "Run the command in project",
+        UnknownNameError,
+        "model",
+    ),
+    "unknown class of a module": Row(
+        recipe,
+        {"words": "--model.optimizer torch.optim.SDG"},
+        {"words": "--model.optimizer torch.optim.SGD"},
+        "Did you mean SGD?",
+        UnknownNameError,
+        "model.optimizer",
+    ),
+    "function in place of a class": Row(
+        recipe,
+        {"files": [CALLBACK.format("{class_path: os.getcwd}")]},
+        {"files": [CALLBACK.format("{class_path: lightning_fcl.callbacks.Replay}")]},
+        "Name a class in `class_path`",
+        InvalidTypeError,
+        "trainer.callbacks",
+    ),
+    "unknown command of Lightning": Row(
+        lambda lab, word: make_cli(
+            [word, f"--config={lab.run() / 'config.yaml'}", f"--ckpt_path={lab.checkpoint()}"], FederatedCLI
+        ),
+        {"word": "tset"},
+        {"word": "test"},
+        "Did you mean test?",
+        UnknownNameError,
+    ),
+    "weights of any kind": Row(
+        fit_words,
+        {
+            "words": "--ckpt_path run/checkpoints/last.ckpt --weights_only false --trainer.max_epochs 2",
+            "prepare": with_run,
+        },
+        {"words": "--ckpt_path run/checkpoints/last.ckpt --trainer.max_epochs 2"},
+        "Leave `weights_only` out",
+        argument="weights_only",
+    ),
+    "no round": Row(fit_words, {"words": "--trainer.max_epochs 0"}, {"words": "--trainer.max_epochs 1"}, "Increase it"),
+    "no recipe": Row(
+        lambda lab, files: read_parts(Recipe(files)),
+        {"files": ()},
+        {"files": (recipes_folder() / "quickstart.yaml",)},
+        "Pass the name or the file of a recipe",
+        MissingValueError,
+    ),
+    "recipe within a recipe": Row(
+        recipe,
+        {"files": ["config: more.yaml"]},
+        {"files": ["trainer: {max_epochs: 3}"]},
+        "Pass further recipes on the command line",
+        UnknownNameError,
+        "config",
+    ),
+    "folder in place of a recipe": Row(
+        command,
+        {"words": "fit quickstart --config run --print_config", "prepare": with_run},
+        {"words": "fit quickstart --config run/config.yaml --print_config"},
+        "Pass a file",
+    ),
+    "recipe that is not there": Row(
+        command,
+        {"words": "fit nothing.yaml --print_config"},
+        {"words": "fit quickstart --print_config"},
+        "or a name of `lightning-fcl ls recipes`",
+        MissingFileError,
+    ),
+    "--config of nothing": Row(
+        lambda lab, words: take_settings(words, ["--out"]),
+        {"words": ["--config"]},
+        {"words": ["--config=a.yaml"]},
+        "Write --config=FILE",
+        MissingValueError,
+        "--config",
+    ),
+    "setting without a value": Row(
+        lambda lab, words: take_settings(words, ["--out"]),
+        {"words": ["--trainer.max_epochs"]},
+        {"words": ["--trainer.max_epochs=3"]},
+        "Write --trainer.max_epochs=VALUE",
+        MissingValueError,
+        "--trainer.max_epochs",
+    ),
+    "option cut short": Row(
+        lambda lab, words: take_settings(words, ["--root"]),
+        {"words": ["--rot"]},
+        {"words": ["--root", "x"]},
+        "Did you mean --root?",
+        MissingValueError,
+        "--rot",
+    ),
+    "argument beside a class": Row(
+        recipe,
+        {"files": ["model: {optimizer: {class_path: torch.optim.SGD, lr: 0.1}}"]},
+        {"files": ["model: {optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}}"]},
+        "Write it into `init_args`, as in init_args: {lr: ...}",
+        UnknownNameError,
+        "lr",
+    ),
+    "misspelt key of a class": Row(
+        recipe,
+        {"files": ["model: {optimizer: {class_path: torch.optim.SGD, init_arg: {lr: 0.1}}}"]},
+        {"files": ["model: {optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}}"]},
+        "Did you mean init_args?",
+        UnknownNameError,
+        "init_arg",
+    ),
+    "setting of an entry that is not listed": Row(
+        recipe,
+        {"words": "--trainer.callbacks.Repaly.max_size 5"},
+        {"words": "--trainer.callbacks.Replay.max_size 5"},
+        "Did you mean Replay?",
+        UnknownNameError,
+    ),
+    "run that is not there": Row(
+        lambda lab, name: find_recipe(str(lab.run() / name)),
+        {"name": "nothing"},
+        {"name": "config.yaml"},
+        "or a YAML file",
+        MissingFileError,
+    ),
+    "unknown recipe": Row(
+        lambda lab, name: find_recipe(name),
+        {"name": "flwf/flwf-2t-tf"},
+        {"name": "flwf/flwf-2t-ft"},
+        "Did you mean flwf/flwf-2t-ft?",
+        UnknownNameError,
+    ),
+}
+
+
+# Rows of results
+
+
+def results_of(lab):
+    return read_results(lab.run())
+
+
+def change_results(lab, **changes):
+    """Change the results of the copied run, without its checksum."""
+    path = lab.run() / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def fit_again(lab):
+    shutil.rmtree(lab.folder / "run")
+    lab.run()
+
+
+def read_damaged(lab, damage):
+    """Read results that are damaged once."""
+    if not (lab.folder / "run").exists():
+        lab.run()
+        damage(lab)
+    return results_of(lab)
+
+
+def table_of(lab, change=None):
+    """Read a table, which `change` damages before, if it is not None."""
+    path = lab.folder / "table.json"
+    write_table(lab.folder, Results.of([read_results(lab.run())], "toy", "paper", "lightning-fcl reproduce toy"))
+    if change is not None:
+        path.write_text(change(path.read_text()))
+    return read_table(path)
+
+
+def fit_clients(lab, clients):
+    """Draw the tasks of a run whose metrics test some clients."""
+    metrics = f"{{class_path: lightning_fcl.callbacks.ContinualMetrics, init_args: {{clients: {clients}}}}}"
+    file = written(lab, "metrics.yaml", f"trainer: {{callbacks+: [{metrics}]}}")
+    shutil.rmtree(lab.folder / "out", ignore_errors=True)
+    rounds = "--data.scenario.experiences 2 --data.scenario.rounds_per_experience 1 --trainer.max_epochs 2"
+    fit_words(lab, f"--config {file} {rounds}")
+    return draw_tasks({"panel": {"line": ("row", [read_results(lab.folder / "out")])}}, "Title")
+
+
+def fit_clock(lab, clock):
+    """Fit with or without a clock, and ask for the time to an accuracy."""
+    schedule = {"class_path": "lightning_fcl.Deadline", "init_args": {"speeds": SPEEDS}} if clock else None
+    file = written(lab, "clock.yaml", {"trainer": {"strategy": {"init_args": {"schedule": schedule}}}})
+    shutil.rmtree(lab.folder / "out", ignore_errors=True)
+    fit_words(lab, f"--config {file}")
+    return time_to(read_results(lab.folder / "out")["record"], 0.0)
+
+
+SPEEDS = {"class_path": "lightning_fcl.Speeds", "init_args": {"seconds_per_sample": 0.01}}
+
+ROWS |= {
+    "comparison of no runs": Row(
+        lambda lab, names: compare_page({name: [read_results(lab.run())] for name in names}),
+        {"names": ()},
+        {"names": ("run",)},
+        "Pass the folders of runs",
+        MissingValueError,
+    ),
+    "folder without a run": Row(
+        lambda lab, name: runs_below([lab.run() / name]),
+        {"name": "checkpoints"},
+        {"name": "."},
+        "Pass a folder that `lightning-fcl fit` has written",
+        MissingFileError,
+    ),
+    "figure of clients that were not tested": Row(
+        fit_clients, {"clients": "none"}, {"clients": "all"}, 'Run the row with `ContinualMetrics(clients="all")`'
+    ),
+    "two runs of a seed": Row(
+        lambda lab, runs: cells([read_results(lab.run()) for _ in range(runs)]),
+        {"runs": 2},
+        {"runs": 1},
+        "Leave out one of the two runs",
+    ),
+    "results that are missing": Row(
+        read_damaged,
+        {"damage": lambda lab: (lab.run() / "results.json").unlink()},
+        fit_again,
+        "or repeat the run",
+        MissingFileError,
+    ),
+    "results that are no JSON": Row(
+        read_damaged,
+        {"damage": lambda lab: (lab.run() / "results.json").write_text("{")},
+        fit_again,
+        "or repeat the run",
+    ),
+    "results of another format": Row(
+        read_damaged, {"damage": lambda lab: change_results(lab, format=0)}, fit_again, "or repeat the run"
+    ),
+    "results that have changed": Row(
+        read_damaged, {"damage": lambda lab: change_results(lab, seed=7)}, fit_again, "Repeat the run"
+    ),
+    "table that is damaged": Row(
+        table_of,
+        {"change": lambda text: text.replace('"values"', '"value"')},
+        {"change": None},
+        "Write it again with `lightning-fcl reproduce`",
+    ),
+    "table that is no JSON": Row(
+        table_of, {"change": lambda text: text[1:]}, {"change": None}, "Write it again with `lightning-fcl reproduce`"
+    ),
+    "record without a clock": Row(fit_clock, {"clock": False}, {"clock": True}, "Give the strategy a `schedule`"),
+}
+
+
+# Rows of devices
+
+
+class Wrong(nn.Module):
+    """A module whose exported file computes something else."""
+
+    def forward(self, x):
+        return x + 0.01 * torch.onnx.is_in_onnx_export()
+
+
+LINEAR, EXAMPLE = nn.Linear(2, 1), torch.zeros(3, 2)
+
+
+def export(lab, module=LINEAR, example=EXAMPLE, tolerance=1e-4):
+    return export_onnx(module, example, lab.folder / "net.onnx", tolerance=tolerance)
+
+
+if find_spec("onnxruntime"):
+    ROWS |= {
+        "export of no samples": Row(
+            export,
+            {"example": torch.zeros(0, 2)},
+            {"example": torch.zeros(3, 2)},
+            "Pass inputs of the shape (n, ...)",
+            argument="example",
+        ),
+        "export that differs": Row(
+            export,
+            {"module": Wrong(), "tolerance": 0.001},
+            {"tolerance": 0.1},
+            "Raise `tolerance`",
+        ),
+    }
+
+ROWS |= {
+    "unknown device": Row(
+        lambda lab, profile: device_report(nn.Linear(6, 2), (6,), profile=profile),
+        {"profile": "gap9-lpn"},
+        {"profile": "gap9-lpm"},
+        "Did you mean gap9-lpm?",
+        UnknownNameError,
+        "profile",
+    ),
+}
+
+
+# Rows of files
+
+
+CONTENT = bytes(range(256)) * 20
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+
+
+def fetch_file(lab, digest=DIGEST, path="file.bin"):
+    """Download a file of 5 kB from a server that has it unless it is missing."""
+    (lab.folder / "server").mkdir(exist_ok=True)
+    if not hasattr(lab, "url"):
+        lab.url, lab.asked = lab.serve(lab.folder / "server")
+    return download(f"{lab.url}/file.bin", lab.folder / path, digest)
+
+
+def offer(lab):
+    (lab.folder / "server").mkdir(exist_ok=True)
+    (lab.folder / "server" / "file.bin").write_bytes(CONTENT)
+
+
+def offered(lab, **arguments):
+    offer(lab)
+    return fetch_file(lab, **arguments)
+
+
+def offline(lab):
+    if not hasattr(lab, "url"):
+        lab.env.setenv("LIGHTNING_FCL_OFFLINE", "1")
+    return offered(lab)
+
+
+def go_online(lab):
+    lab.env.delenv("LIGHTNING_FCL_OFFLINE")
+
+
+def by_hand(lab):
+    (lab.folder / "file.bin").write_bytes(CONTENT)
+
+
+def write_on(lab, limit):
+    with lab.full_disk(limit) if limit else nullcontext():
+        return write_whole(lab.folder / "mine.bin", CONTENT)
+
+
+def download_on(lab, limit):
+    offer(lab)
+    with lab.full_disk(limit) if limit else nullcontext():
+        return fetch_file(lab)
+
+
+def archive(lab, before=lambda lab: None):
+    """Unpack an archive that a server has."""
+    if not hasattr(lab, "source"):
+        written(lab, "packed/original/train.csv", "1,0")
+        (lab.folder / "server").mkdir()
+        file = shutil.make_archive(str(lab.folder / "server" / "x"), "zip", lab.folder / "packed")
+        words = dict.fromkeys(("title", "content", "licence", "citation", "size", "holds"), "x")
+        lab.url, _ = lab.serve(lab.folder / "server")
+        layouts = (Layout("folder", ("x/original",), signs=("train.csv",)),)
+        lab.source = Source(
+            name="x",
+            layouts=layouts,
+            archive="x/x.zip",
+            folder="original",
+            url=f"{lab.url}/x.zip",
+            digest=sha256(Path(file)),
+            **words,
+        )
+        before(lab)
+    return lab.source
+
+
+def in_the_way(lab):
+    written(lab, "data/x/original/other.txt", "x")
+
+
+def occupy(lab, folder):
+    with occupied(lab.folder / "run"):
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+    return status
+
+
+def remote_checkpoint(lab, end):
+    if not hasattr(lab, "url"):
+        (lab.folder / "server").mkdir()
+        shutil.copy(lab.checkpoint(), lab.folder / "server" / "last.ckpt")
+        lab.url, _ = lab.serve(lab.folder / "server")
+    digest = sha256(lab.folder / "server" / "last.ckpt")
+    return checkpoint_file(f"{lab.url}/last.ckpt{end.format(digest)}" if end != "path" else str(lab.checkpoint()))
+
+
+def load_checkpoint(lab, name):
+    """Read a checkpoint beside one that is cut off."""
+    path = lab.checkpoint()
+    cut = path.with_name("zcut.ckpt")
+    cut.write_bytes(path.read_bytes()[:1000])
+    if not path.with_name("whole.ckpt").exists():
+        shutil.copy(path, path.with_name("whole.ckpt"))
+    return read_checkpoint(torch.load, path.with_name(name))
+
+
+def limited(lab, limit):
+    lab.env.setenv("LIGHTNING_FCL_MAX_BYTES", limit)
+    return read_checkpoint(torch.load, lab.checkpoint())
+
+
+def digest_of(lab):
+    """Check a file that is damaged, unless it was copied again."""
+    path = lab.entry() / WEIGHTS
+    if not hasattr(lab, "digest"):
+        lab.digest = sha256(path)
+        path.write_bytes(path.read_bytes()[:-1])
+    return check_digest(path, lab.digest)
+
+
+def copy_again(lab):
+    shutil.rmtree(lab.folder / "zoo" / NAME)
+    lab.entry()
+
+
+def read_list(lab, text):
+    return read_sums(written(lab, "files.txt", text))
+
+
+def link_out(lab, name):
+    (lab.folder / "inner").mkdir(exist_ok=True)
+    if not (lab.folder / "inner" / "linked").exists():
+        (lab.folder / "inner" / "linked").symlink_to(lab.folder)
+    return inside(lab.folder / "inner", name)
+
+
+ROWS |= {
+    "full disk": Row(write_on, {"limit": 1000}, {"limit": None}, "Make room, then", NoRoomError),
+    "full disk of a download": Row(
+        download_on, {"limit": 1000}, {"limit": None}, "Make room, then try again", NoRoomError
+    ),
+    "folder that is not there": Row(
+        lambda lab, name="new/mine.txt": write_whole(lab.folder / name, "x"),
+        {},
+        lambda lab: (lab.folder / "new").mkdir(),
+        "Create its folder",
+        FileAccessError,
+    ),
+    "folder that is not there, another": Row(
+        lambda lab, name: write_whole(lab.folder / name, "x"),
+        {"name": "new/mine.txt"},
+        {"name": "mine.txt"},
+        "or use another folder",
+        FileAccessError,
+    ),
+    "cache that is a file": Row(
+        lambda lab, cache: (
+            lab.env.setenv("LIGHTNING_FCL_CACHE", str(written(lab, "file", "x").with_name(cache))),
+            offered(lab, path=f"{cache}/file.bin"),
+        ),
+        {"cache": "file"},
+        {"cache": "folder"},
+        "or use another folder by LIGHTNING_FCL_CACHE",
+        FileAccessError,
+    ),
+    "file that the server lacks": Row(fetch_file, {}, offer, "Try again", ConnectionFailedError),
+    "file that the server lacks, by hand": Row(
+        fetch_file, {}, by_hand, "or download it by hand to", ConnectionFailedError
+    ),
+    "download in offline mode": Row(offline, {}, go_online, "Unset LIGHTNING_FCL_OFFLINE", ConnectionFailedError),
+    "download in offline mode, by hand": Row(offline, {}, by_hand, "to this path by hand", ConnectionFailedError),
+    "download of another digest": Row(
+        offered, {"digest": "0" * 64}, {"digest": DIGEST}, "ask its publisher for the new digest"
+    ),
+    "data that are not there": Row(
+        lambda lab: archive(lab).find(lab.folder / "data"),
+        {},
+        lambda lab: lab.source.fetch(lab.folder / "data"),
+        "Run `lightning-fcl data fetch x`",
+        MissingFileError,
+    ),
+    "archive that cannot be unpacked": Row(
+        lambda lab: archive(lab, in_the_way).fetch(lab.folder / "data"),
+        {},
+        lambda lab: shutil.rmtree(lab.folder / "data" / "x" / "original"),
+        "original, and run `lightning-fcl data fetch x` again",
+        FileAccessError,
+    ),
+    "checkpoint from afar": Row(
+        remote_checkpoint, {"end": ""}, {"end": "#sha256={}"}, "Append `#sha256=` and the 64 digits"
+    ),
+    "checkpoint from afar, by hand": Row(
+        remote_checkpoint, {"end": ""}, {"end": "path"}, "or download the file and pass its path"
+    ),
+    "checkpoint that is not there": Row(
+        load_checkpoint,
+        {"name": "nothing.ckpt"},
+        {"name": "whole.ckpt"},
+        "the newest whole one there",
+        MissingFileError,
+    ),
+    "checkpoint that is cut off": Row(
+        load_checkpoint, {"name": "zcut.ckpt"}, {"name": "whole.ckpt"}, "the newest whole one there", DamagedFileError
+    ),
+    "checkpoint above the limit": Row(
+        limited, {"limit": "100"}, {"limit": "100000000"}, "set LIGHTNING_FCL_MAX_BYTES to at least", DamagedFileError
+    ),
+    "limit that is no number": Row(
+        limited,
+        {"limit": "3 GB"},
+        {"limit": "3000000000"},
+        "Set LIGHTNING_FCL_MAX_BYTES to a whole number",
+        DamagedFileError,
+    ),
+    "folder that is no run": Row(
+        lambda lab, name: checkpoint_of_run(lab.run().parent / name),
+        {"name": "."},
+        {"name": "run"},
+        "Pass the folder that `lightning-fcl fit` wrote to",
+        MissingFileError,
+    ),
+    "file of another digest": Row(digest_of, {}, copy_again, "Delete this copy and get the file again"),
+    "list of other lines": Row(
+        read_list, {"text": "a\n"}, {"text": f"a {DIGEST}\n"}, "Delete this copy and get the file again"
+    ),
+    "name that leads elsewhere": Row(
+        link_out, {"name": ".."}, {"name": "a_b-1"}, "Use a name of letters, digits, `_` and `-`"
+    ),
+    "name of a link that leads elsewhere": Row(
+        link_out, {"name": "linked"}, {"name": "plain"}, "that is no link to another folder"
+    ),
+    "key that a file repeats": Row(
+        lambda lab, text: read_yaml(written(lab, "a.yaml", text)),
+        {"text": "a: 1\na: 2\n"},
+        {"text": "a: 1\n"},
+        "Leave one out",
+    ),
+    "values too deep": Row(
+        lambda lab, depth: read_yaml(written(lab, "a.yaml", "[" * depth + "]" * depth)),
+        {"depth": 101},
+        {"depth": 100},
+        "Nest fewer values",
+    ),
+    "values that aliases repeat": Row(
+        lambda lab, aliases: read_yaml(
+            written(lab, "a.yaml", f"a: &a [{'1, ' * 999}1]\nb: [{', '.join(['*a'] * aliases)}]\n")
+        ),
+        {"aliases": 200},
+        {"aliases": 20},
+        "Use fewer aliases",
+    ),
+    "value that contains itself": Row(
+        lambda lab, text: read_yaml(written(lab, "a.yaml", text)),
+        {"text": "a: &a [*a]\n"},
+        {"text": "a: [[]]\n"},
+        "Write the value out, without an alias",
+    ),
+}
+
+
+# Rows of the zoo
+
+
+def in_zoo(lab, name=NAME, **settings):
+    """Load a model by its name from a zoo of its own."""
+    lab.entry()
+    lab.env.setenv("LIGHTNING_FCL_ZOO", str(lab.folder / "zoo"))
+    return zoo.load(name, **settings)
+
+
+def relist(lab, **changes):
+    """Change the configuration of the copied model, and its list of files."""
+    folder = lab.entry()
+    config = json.loads((folder / CONFIG).read_text()) | changes
+    (folder / CONFIG).write_text(json.dumps(config))
+    (folder / CHECK).unlink(missing_ok=True)
+    write_list(folder)
+    return folder
+
+
+def features_entry(lab):
+    return relist(lab, classes=[], outputs="features") if not (lab.folder / "zoo").exists() else lab.entry()
+
+
+def predict_features(lab, head):
+    folder = features_entry(lab)
+    x = np.zeros((1, 1, 8, 8))
+    if head:
+        return zoo.create_model(str(folder), pretrained=True, num_classes=3)(torch.zeros(1, 1, 8, 8))
+    return zoo.load(folder).predict(x)
+
+
+def once(lab, damage, read):
+    """Damage the copied model once, and read it."""
+    if not (lab.folder / "zoo").exists():
+        damage(lab.entry())
+    return read(lab.entry())
+
+
+def change_weights(folder):
+    state = load_file(folder / WEIGHTS)
+    save_file({name: value + 1 for name, value in state.items()}, folder / WEIGHTS)
+    write_list(folder)
+
+
+def changed_weights(lab, **settings):
+    return once(lab, change_weights, lambda folder: zoo.load(folder, **settings))
+
+
+def move_entry(lab):
+    """Name the folder of the copied model otherwise, also in the registry."""
+    registry = lab.entry().parent / REGISTRY
+    (lab.folder / "zoo" / NAME).rename(lab.folder / "zoo" / "mlp.other")
+    registry.write_text(registry.read_text().replace(NAME, "mlp.other"))
+
+
+def moved_entry(lab):
+    if not (lab.folder / "zoo").exists():
+        move_entry(lab)
+    lab.env.setenv("LIGHTNING_FCL_ZOO", str(lab.folder / "zoo"))
+    return zoo.load(NAME if (lab.folder / "zoo" / NAME).exists() else "mlp.other")
+
+
+def move_back(lab):
+    registry = lab.folder / "zoo" / REGISTRY
+    (lab.folder / "zoo" / "mlp.other").rename(lab.folder / "zoo" / NAME)
+    registry.write_text(registry.read_text().replace("mlp.other", NAME))
+
+
+def packaged(lab, setting=None):
+    """Load a model whose weights did not come with the package."""
+    inner = lab.entry("package").parent
+    (inner / NAME / WEIGHTS).unlink(missing_ok=True)
+    lab.env.setattr("lightning_fcl.zoo.registry.package_folder", lambda: inner)
+    if setting == "folder":
+        lab.env.setenv("LIGHTNING_FCL_ZOO", str(lab.entry().parent))
+    if setting == "url":
+        lab.env.setenv("LIGHTNING_FCL_ZOO", lab.serve(lab.entry().parent)[0])
+    return zoo.load(NAME)
+
+
+def damaged_registry(lab):
+    if not (lab.folder / "zoo").exists():
+        lab.entry()
+        written(lab, f"zoo/{REGISTRY}", f"../{SUMS} {DIGEST}\n")
+    return in_zoo(lab)
+
+
+def registry_again(lab):
+    (lab.folder / "zoo" / REGISTRY).unlink()
+    register(lab.entry())
+
+
+def collect_beside(lab):
+    """Collect a model where another one lies."""
+    other = lab.folder / "to" / NAME
+    if not hasattr(lab, "other"):
+        lab.other = other
+        other.mkdir(parents=True)
+        config = json.loads((lab.entry() / CONFIG).read_text()) | {"name": "mlp.other"}
+        (other / CONFIG).write_text(json.dumps(config))
+    return collect(lab.entry(), lab.folder / "to")
+
+
+def publish_run(lab, to):
+    licence = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
+    return publish(lab.run(), "mlp.mine", str(lab.folder / to) if "://" not in to else to, licence=licence)
+
+
+def samples_of(lab, text):
+    return read_samples(written(lab, "x.csv", text), zoo.load("esn.ucihar.incfed").entry)
+
+
+def two_samples(line):
+    return "\n".join([line] * 256)
+
+
+ROWS |= {
+    "more classes for a network that is not solved for": Row(
+        lambda lab, classes=None, head=None: (
+            zoo.create_model(NAME, pretrained=True, num_classes=head) if head else continue_from(NAME, classes=classes)
+        ),
+        {"classes": 2},
+        {"head": 12},
+        "or make a new head with `create_model(..., num_classes=...)`",
+    ),
+    "more classes for a network that is not solved for, left out": Row(
+        lambda lab, classes: continue_from(NAME, classes=classes),
+        {"classes": 2},
+        {"classes": None},
+        "Leave `classes` out",
+    ),
+    "clients of another run": Row(
+        lambda lab, clients: continue_from(NAME, clients=lab.checkpoint() if clients else None),
+        {"clients": True},
+        {"clients": False},
+        "Leave `clients` out",
+        argument="clients",
+    ),
+    "state to continue that is damaged": Row(
+        lambda lab: once(
+            lab,
+            lambda folder: (folder / CONTINUE).write_bytes(b"x"),
+            lambda folder: read_continuation(folder / CONTINUE),
+        ),
+        {},
+        copy_again,
+        "Delete this copy and get the file again",
+    ),
+    "configuration that is damaged": Row(
+        lambda lab: once(
+            lab, lambda folder: (folder / CONFIG).write_text("{}"), lambda folder: read_entry(folder / CONFIG)
+        ),
+        {},
+        copy_again,
+        "Delete this copy and get the file again",
+    ),
+    "folder without a list of files": Row(
+        lambda lab, name: zoo.load(lab.entry().parent / name),
+        {"name": "."},
+        {"name": NAME},
+        "Pass the folder of a published model",
+        MissingFileError,
+    ),
+    "list of other files": Row(
+        lambda lab: once(lab, lambda folder: (folder / SUMS).write_text(f"a {DIGEST}\n"), read_files),
+        {},
+        copy_again,
+        "Delete this copy and get the file again",
+    ),
+    "tensors that are damaged": Row(
+        lambda lab: once(
+            lab, lambda folder: (folder / WEIGHTS).write_bytes(b"x"), lambda folder: read_tensors(folder / WEIGHTS)
+        ),
+        {},
+        copy_again,
+        "Delete this copy and get the file again",
+    ),
+    "class in place of a published name": Row(
+        lambda lab, name: zoo.create_model(name, pretrained=True),
+        {"name": "MLP"},
+        {"name": NAME},
+        "Use one of the published names",
+        UnknownNameError,
+    ),
+    "network without a reservoir": Row(
+        lambda lab, name: zoo.pretrained_reservoir(name),
+        {"name": NAME},
+        {"name": "esn.ucihar.incfed"},
+        "Use one of esn.",
+    ),
+    "model that computes other outputs": Row(changed_weights, {}, {"check": False}, "or load it with `check=False`"),
+    "samples that are not finite": Row(
+        lambda lab, x: zoo.load(relist(lab, measurement=None)).predict(x),
+        {"x": np.full((1, 1, 8, 8), np.nan)},
+        {"x": np.zeros((1, 1, 8, 8))},
+        "Replace these values, or drop these samples",
+        argument="x",
+    ),
+    "classes of a network of features": Row(
+        predict_features, {"head": False}, {"head": True}, "or add a head with `create_model("
+    ),
+    "line of text": Row(
+        samples_of,
+        {"text": two_samples("1,2,3,4,5,x")},
+        {"text": two_samples("1,2,3,4,5,6")},
+        "Correct this line of the file",
+    ),
+    "lines that are left over": Row(
+        samples_of,
+        {"text": two_samples("1,2,3,4,5,6") + "\n1,2,3,4,5,6"},
+        {"text": two_samples("1,2,3,4,5,6")},
+        "Delete these lines",
+    ),
+    "publish to a URL": Row(
+        publish_run,
+        {"to": "https://example.org/zoo"},
+        {"to": "published"},
+        "Publish to a folder, then copy the folder to the URL",
+        argument="to",
+    ),
+    "model that did not come with the package": Row(
+        packaged,
+        {},
+        {"setting": "folder"},
+        "Set LIGHTNING_FCL_ZOO to the folder `zoo` of a checkout",
+        MissingFileError,
+    ),
+    "model that did not come with the package, from a URL": Row(
+        packaged, {}, {"setting": "url"}, "or to a URL that serves it", MissingFileError
+    ),
+    "folder of another name": Row(moved_entry, {}, move_back, f"Rename the folder to {NAME}"),
+    "unknown model": Row(
+        in_zoo, {"name": "mlp.digit.flwf2t"}, {"name": NAME}, f"Did you mean {NAME}?", UnknownNameError
+    ),
+    "registry that is damaged": Row(damaged_registry, {}, registry_again, "Delete this copy and get the file again"),
+    "folder of another model": Row(
+        collect_beside,
+        {},
+        lambda lab: lab.other.rename(lab.folder / "moved"),
+        "Move or delete that folder",
+        FileConflictError,
+    ),
+}
+
+
+# Rows of deployments
+
+
+def stream_of(share=0.2, scenario=None, clients=2, **words):
+    x, y = torch.randn(80, 6), torch.arange(80) % 4
+    owner = [f"{name}" for name in clients] if isinstance(clients, list) else None
+    return FederatedStream.from_arrays(
+        x,
+        y,
+        owner,
+        scenario=scenario or ClassIncremental(2),
+        partition=None if owner else IID(clients),
+        split=Split(test=share),
+        **words,
+    )
+
+
+def split(lab, **words):
+    return write_split(stream_of(**words), lab.folder / "shares")
+
+
+def own_data(lab, name):
+    np.savez(lab.folder / "a.npz", x=np.zeros((4, 6), np.float32), y=np.array(["a", "b"] * 2))
+    return read_data(lab.folder / name)
+
+
+def serve_data(lab, scenario=None, data=True):
+    """Give a server data of its own, or leave the data of its stream."""
+    stream = stream_of(scenario=scenario)
+    np.savez(lab.folder / "a.npz", x=np.zeros((4, 6), np.float32), y=np.array(["a", "b", "c", "d"]))
+    if data:
+        take_server_data(stream, read_data(lab.folder / "a.npz"), ["0", "1"])
+    else:
+        stream.setup("fit")
+    assert len(stream.plan.test)
+
+
+def sent(lab, change, largest=1000.0, kind=torch.float32, rule="mean", clients=1):
+    state = {"w": torch.ones(4).to(kind)}
+    limits = Limits(10**6, 10, 10, largest, clients)
+    check_numbers({"w": change(state["w"])}, state, state, {"w": BUILT_IN[rule]}, limits, "client 1")
+
+
+def plan_rounds(lab, columns, scenario=None):
+    stream = stream_of(scenario=scenario)
+    stream.setup("fit")
+    outline = outline_of(stream, stream.plan.clients[0])
+    rounds = None if columns is None else np.ones((8, len(outline.experiences) + columns), dtype=bool)
+    return client_plan(outline, np.arange(8) % 4, rounds, 0)
+
+
+SAME = "Deploy the same recipe on all machines"
+
+ROWS |= {
+    "recipe that is not deployed": Row(
+        lambda lab, whole: read_recipe(written(lab, "r.yaml", recipe(lab) if whole else {"model": {}})),
+        {"whole": False},
+        {"whole": True},
+        "Write it again with `lightning-fcl deploy flower`",
+    ),
+    "client of the server's name": Row(
+        lambda lab, client: split_file(lab.folder, client), {"client": "Server"}, {"client": "ann"}, "Rename the client"
+    ),
+    "split without test samples": Row(
+        split, {"share": 0.0}, {"share": 0.2}, "Increase `test` of `split`", MissingValueError
+    ),
+    "data of a node that are not there": Row(
+        own_data,
+        {"name": "b.npz"},
+        {"name": "a.npz"},
+        "Name a file, a folder of images, or a DataModule",
+        RefusedError,
+        "data",
+    ),
+    "data of a server, single samples": Row(
+        serve_data,
+        {"scenario": Online(ClassIncremental(2))},
+        {"data": False},
+        "Leave `data` and `clients` out",
+        argument="data",
+    ),
+    "swarm in a deployment": Row(
+        lambda lab, **words: check_deployable(Participation(**words), []),
+        {"swarm": Swarm()},
+        {"swarm": None},
+        "Leave `swarm` out",
+    ),
+    "schedule in a deployment": Row(
+        lambda lab, **words: check_deployable(Participation(**words), []),
+        {"schedule": Deadline(Speeds(0.01))},
+        {"schedule": None},
+        "Leave `schedule` out",
+    ),
+    "update that overflows": Row(
+        sent, {"change": lambda w: w * 3e38}, {"change": lambda w: w * 1.1}, "Decrease the learning rate", RefusedError
+    ),
+    "update that is large": Row(
+        sent,
+        {"change": lambda w: w * 100, "largest": 0.5},
+        {"change": lambda w: w * 1.1},
+        "Decrease the learning rate",
+        RefusedError,
+    ),
+    "update that is large, allowed": Row(
+        sent,
+        {"change": lambda w: w * 100, "largest": 0.5},
+        {"largest": 1000.0},
+        "or increase `largest-update`",
+        RefusedError,
+    ),
+    "sum of a narrow type": Row(
+        sent,
+        {"change": lambda w: w * 100, "kind": torch.int8, "rule": "sum", "clients": 3},
+        {"kind": torch.int64},
+        "Use a wider type, such as float32 or int64",
+        RefusedError,
+    ),
+    "name of a client that is no file's": Row(
+        lambda lab, name: file_name_of({"client": name}, "client"),
+        {"name": ".."},
+        {"name": "ann_1"},
+        "Use a shorter name of letters, digits, `_` and `-` for the client",
+        RefusedError,
+    ),
+    "other recipe on a node": Row(
+        lambda lab, recipe: check_same({"version": version(), "recipe": recipe}, "ours", "node 1"),
+        {"recipe": "theirs"},
+        {"recipe": "ours"},
+        SAME,
+        RefusedError,
+    ),
+    "other names of a node": Row(
+        lambda lab, sent: check_names(sent, ["w"], "node 1"), {"sent": ["v"]}, {"sent": ["w"]}, SAME, RefusedError
+    ),
+    "other shapes of a node": Row(
+        lambda lab, size: check_form("w", torch.zeros(size), torch.zeros(3), "node 1"),
+        {"size": 2},
+        {"size": 3},
+        SAME,
+        RefusedError,
+    ),
+    "round before the last": Row(
+        lambda lab, round: (written(lab, "round.json", '{"round": 3}'), memories(lab.folder, "1", round)),
+        {"round": 1},
+        {"round": 3},
+        "Start the server from its newest checkpoint",
+        RefusedError,
+    ),
+    "data of other rounds": Row(
+        plan_rounds,
+        {"columns": 1},
+        {"columns": 0},
+        "Write the data again with `lightning-fcl deploy split`",
+        RefusedError,
+    ),
+    "data without rounds": Row(
+        plan_rounds,
+        {"columns": None, "scenario": Online(ClassIncremental(2))},
+        {"columns": 0},
+        "Write the data with `lightning-fcl deploy split`",
+        RefusedError,
+    ),
+}
+
+
+# Rows of tables and targets
+
+
+def read_cells(lab, text="a,b,y\n1,2,p\n", name="t.csv", target="y", features=("a", "b"), **scale):
+    written(lab, name, text)
+    return len(Table(lab.folder / name, target, features, **scale))
+
+
+def read_column(lab, kind):
+    """Read a parquet file with a column of a type."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    values = arrow.array([0, 1], arrow.int64()).cast(kind(arrow))
+    parquet.write_table(arrow.table({"a": values, "y": ["p", "q"]}), lab.folder / "t.parquet")
+    return len(Table(lab.folder / "t.parquet", "y", ["a"]))
+
+
+def with_row(row):
+    return {"text": f"a,b,y\n1,2,p\n{row}\n"}
+
+
+def with_header(header):
+    return {"text": f"{header}\n1,2,p\n"}
+
+
+ROWS |= {
+    "table of another kind": Row(
+        read_cells, {"name": "t.xlsx"}, {"name": "t.csv"}, "Save the table as a CSV file", argument="path"
+    ),
+    "column named twice": Row(
+        read_cells, {"features": ("a", "a")}, {"features": ("a",)}, "Name each column once", argument="features"
+    ),
+    "target among the features": Row(
+        read_cells,
+        {"features": ("a", "y")},
+        {"features": ("a",)},
+        "Remove `y` from `features`.",
+        argument="features",
+    ),
+    "scale of another length": Row(
+        read_cells,
+        {"mean": [1.0, 2.0, 3.0]},
+        {"mean": [0.0, 0.0]},
+        "Pass `mean=[0.0, 0.0]` to leave the features unchanged.",
+        argument="mean",
+    ),
+    "decimal comma of a table": Row(
+        read_cells,
+        with_row("3,1,5,q"),
+        with_row('3,1.5,"q,r"'),
+        "Write decimal numbers with a point, and put text that has commas in quotation marks",
+        argument="data",
+    ),
+    "decimal comma in quotation marks": Row(
+        read_cells, with_row('3,"1,5",q'), with_row("3,1.5,q"), "Write 1.5, with a decimal point.", argument="data"
+    ),
+    "text in a feature": Row(
+        read_cells, with_row("3,fast,q"), with_row("3,4,q"), "Write a number, or name another column", argument="data"
+    ),
+    "column of durations": Row(
+        read_column,
+        {"kind": lambda arrow: arrow.duration("s")},
+        {"kind": lambda arrow: arrow.int64()},
+        "Convert the column to numbers or text",
+        InvalidTypeError,
+        "data",
+    ),
+    "columns between semicolons": Row(
+        read_cells, with_header("a;b;y"), with_header("a,b,y"), "Separate the columns by commas", UnknownNameError
+    ),
+    "column that is not there": Row(
+        read_cells, {"target": "zzz"}, {"target": "y"}, "Name a column of the file", UnknownNameError, "target"
+    ),
+    "column that is there twice": Row(
+        read_cells, with_header("a,a,y"), with_header("a,b,y"), "Rename or remove the others", argument="data"
+    ),
+    "table without rows": Row(
+        read_cells, {"text": "a,b,y\n"}, with_header("a,b,y"), "Add a row", MissingValueError, "data"
+    ),
+    "cell without a value": Row(
+        read_cells, with_row("3,,q"), with_row("3,4,q"), "Fill in the value", MissingValueError, "data"
+    ),
+    "row without a value": Row(
+        read_cells,
+        with_row("3,,q"),
+        {"text": "a,b,y\n1,2,p\n"},
+        "or remove the row",
+        MissingValueError,
+        "data",
+    ),
+    "targets of more than 64 bits": Row(
+        lambda lab, y: number_targets(y, ()),
+        {"y": np.zeros(4, np.longdouble)},
+        {"y": np.zeros(4, np.longdouble).astype(np.float32)},
+        "Convert it, for example with `y.astype(np.float32)`",
+        InvalidTypeError,
+        "y",
+    ),
+    "classes of one name": Row(
+        lambda lab, names: check_class_names(names),
+        {"names": ["p", "p"]},
+        {"names": ["p", "q"]},
+        "Rename or remove the others",
+        argument="classes",
+    ),
+    "class name that is not Unicode": Row(
+        lambda lab, names: check_class_names(names),
+        {"names": ["\ud800"]},
+        {"names": ["p"]},
+        "Rename it",
+        argument="classes",
+    ),
+    "variable that is not set": Row(
+        lambda lab, key=None: (lab.env.setenv("LAB_KEY", key) if key else None, with_variables({"key": "${LAB_KEY}"})),
+        {},
+        {"key": "x"},
+        "Set the variable: export LAB_KEY=",
+        MissingValueError,
+        "key",
+    ),
+    "pipe in place of a file": Row(
+        lambda lab, name: (
+            (lab.folder / "pipe").exists() or os.mkfifo(lab.folder / "pipe"),
+            written(lab, "a.yaml", "a: 1"),
+            read_bytes(lab.folder / name),
+        ),
+        {"name": "pipe"},
+        {"name": "a.yaml"},
+        "Name a regular file",
+    ),
+}
+
+
+def version():
+    from lightning_fcl import __version__
+
+    return __version__
+
+
+SECONDS = {command, export, publish_run, fit_callbacks, fit_clients, fit_clock, fit_words, recipe}
+SECONDS |= {run_twice, table_of, table_rows, tune, changed_search}
+"""Calls that take half a second or more."""
