@@ -172,7 +172,7 @@ def test_labels_that_the_server_does_not_know_are_refused_and_stay_on_the_node(d
     np.savez(path, y=y, **columns)
     deployed.serve(wire(deployed.nodes()), clients_at_least=2)
     found = deployed.rounds()[0]["dropped"]
-    assert "got the error `unknown-name` about `data`" in found["1"] and "eleven" not in found["1"]
+    assert "got the error `unknown-name` about `y`" in found["1"] and "eleven" not in found["1"]
     said = [record.getMessage() for record in caplog.records if record.name == "lightning_fcl.deployment.node"]
     assert any("Expected the labels of client 1 among" in line and "eleven" in line for line in said)
 
