@@ -52,7 +52,7 @@ OLDEST := .venv-flower
 	touch $@
 
 flower-versions: .venv-flower/ready ## the executor beside a SuperNode, kills included, with the oldest supported Flower
-	$(OLDEST)/bin/python -m pytest -m flower tests/deployment
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m flower tests/deployment
 
 # The kernels of torch and MKL for other CPUs, and another number of threads: both change the order of sums. Waiting threads
 # must sleep (PASSIVE), because two test processes share the cores.
