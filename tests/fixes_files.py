@@ -1637,7 +1637,7 @@ ROWS |= {
         lambda lab, y: number_targets(y, ()),
         {"y": np.zeros(4, np.longdouble)},
         {"y": np.zeros(4, np.longdouble).astype(np.float32)},
-        "Convert it, for example with `y.astype(np.float32)`",
+        "Convert `y`, for example with `y.astype(np.float32)`",
         InvalidTypeError,
         "y",
     ),

@@ -122,7 +122,7 @@ def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, erro
     method = {"class_path": "lightning_fcl.callbacks.FedProx", "init_args": {"mu": -1.0}}
     path.write_text(yaml.safe_dump({"trainer": {"callbacks": [method]}}))
     error = error_of(["fit", *tiny, "--config", str(path)])
-    assert error.startswith("Expected `mu` to be at least 0 but got -1.0. (")
+    assert error.startswith("Expected `mu` to be at least 0 but got -1.0. Use 0 or more. (")
 
 
 @pytest.mark.seconds

@@ -113,7 +113,7 @@ def test_own_errors_keep_their_traceback():
 
 def test_the_page_s_errors(capsys):
     exec(ERRORS, {})
-    assert capsys.readouterr().out == "There is no hint.\n"
+    assert capsys.readouterr().out == "Use 0 or more.\n"
     listed = re.findall(r"^\| `(\w+)` \| `\w+` \| `([\w-]+)` \|$", PAGE, re.MULTILINE)
     assert {name: vars(errors)[name].code for name, _ in listed} == dict(listed)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
