@@ -169,7 +169,7 @@ def tune(lab, sizes, words=""):
         lab,
         configs=["quickstart.yaml", "tiny.yaml"],
         objective="final_accuracy/server",
-        trials=1,
+        trials=len(sizes),
         space={"model.init_args.model.init_args.sizes": sizes},
         sampler="grid",
     )
@@ -311,7 +311,7 @@ ROWS |= {
         read_search_file,
         {"text": "trainer: {max_epochs: 3}"},
         {"text": f"configs: [quickstart.yaml]\nobjective: x\ntrials: 1\nspace: {{{LR}: [0.1]}}"},
-        "`configs: [mine.yaml]`, `objective` and `space`",
+        "`configs: [mine.yaml]`, `objective` and `space`, as in `lightning-fcl tune --help`.",
     ),
     "search of a recipe that is not there": Row(
         read_search,
@@ -821,10 +821,10 @@ ROWS |= {
         table_of,
         {"change": lambda text: text.replace('"values"', '"value"')},
         {"change": None},
-        "Write it again with `lightning-fcl reproduce`",
+        "Write the table with `lightning-fcl reproduce`",
     ),
     "table that is no JSON": Row(
-        table_of, {"change": lambda text: text[1:]}, {"change": None}, "Write it again with `lightning-fcl reproduce`"
+        table_of, {"change": lambda text: text[1:]}, {"change": None}, "Write the table with `lightning-fcl reproduce`"
     ),
     "record without a clock": Row(fit_clock, {"clock": False}, {"clock": True}, "Give the strategy a `schedule`"),
 }
@@ -1058,7 +1058,7 @@ ROWS |= {
         lambda lab: archive(lab, in_the_way).fetch(lab.folder / "data"),
         {},
         lambda lab: shutil.rmtree(lab.folder / "data" / "x" / "original"),
-        "original, and run `lightning-fcl data fetch x` again",
+        "Make room, or delete ",
         FileAccessError,
     ),
     "checkpoint from afar": Row(

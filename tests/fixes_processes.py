@@ -226,7 +226,7 @@ ROWS |= {
         read_speeds,
         {"text": 'client,seconds_per_sample\n0,"' + "0" * 200_000},
         {"text": "client,seconds_per_sample\n0,0.1\n"},
-        "Save the file again as CSV, in UTF-8.",
+        "Save the file as CSV, in UTF-8.",
     ),
     "batch of one sample": Row(fit_single, {"batch_size": 5}, {"batch_size": 6}, SINGLE),
     "client of one sample": Row(fit_single, {"clients": 12}, {"clients": 2}, SINGLE),

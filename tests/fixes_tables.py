@@ -1,11 +1,13 @@
-"""All tables of fixes: the rows by name, and the names of those that take half a second or more."""
+"""All tables of fixes: the rows by name, and the names or calls of those that take half a second or more."""
 
 import fixes
 import fixes_callbacks
 import fixes_columns
+import fixes_commands
 import fixes_data
 import fixes_datasets
 import fixes_federation
+import fixes_files
 import fixes_methods
 import fixes_models
 import fixes_processes
@@ -25,3 +27,8 @@ TABLES = (
 )
 ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
 SECONDS = set().union(*(table.SECONDS for table in TABLES))
+
+# Tables of files, commands and deployments, whose rows have other fixtures.
+FILE_TABLES = (fixes_files, fixes_commands)
+FILE_ROWS = {name: row for table in FILE_TABLES for name, row in table.ROWS.items()}
+FILE_SECONDS = set().union(*(table.SECONDS for table in FILE_TABLES))

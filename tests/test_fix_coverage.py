@@ -4,9 +4,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import fixes_files
 import pytest
-from fixes_tables import ROWS
+from fixes_tables import FILE_ROWS, ROWS
 from hint_texts import HOLE, Package, read_package
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +25,13 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.': [
         "tests/simulation/test_habits.py::test_a_script_without_a_guard",
     ],
+    "Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.": [
+        "tests/device/test_export.py::test_what_8_bits_change_too_much_is_not_written",
+    ],
+    "Delete the file. The next fit trains the session again.": [
+        "tests/callbacks/test_base_session.py::test_base_session_cache_cut_off_is_trained_again_once_deleted",
+        "tests/callbacks/test_base_session.py::test_base_session_cache_without_a_bias_is_trained_again_once_deleted",
+    ],
     "Set `cohort_size=1`.": [
         "tests/local/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
     ],
@@ -39,9 +45,9 @@ PASSED_ON: dict[str, str] = {
     "errors.py check_argument": "tests/test_annotations.py",
     "simulation/limits.py check_trainer": "tests/test_fixes.py",
     "deployment/messages.py check_same": "tests/fixes_files.py, other recipe on a node",
-    "io/checkpoint.py read_checkpoint": "tests/fixes_files.py, rows of checkpoints",
-    "io/reading.py read_bytes": "tests/fixes_files.py",
-    "io/reading.py reading": "tests/fixes_files.py",
+    "io/checkpoint.py read_checkpoint": "tests/fixes_files.py, checkpoint above the limit",
+    "io/reading.py read_bytes": "tests/fixes_commands.py, file above the limit of bytes",
+    "io/reading.py reading": "tests/fixes_commands.py, arrays above the limit of bytes",
     "io/safe_yaml.py read_yaml": "tests/fixes_files.py, values too deep",
     "running/diagnosis.py _check_value": "tests/fixes_files.py",
 }
@@ -60,10 +66,6 @@ UNTRIED: dict[str, str] = {
 WITHOUT_A_ROW_YET: dict[str, None] = dict.fromkeys(
     [
         # Hints of files, commands, recipes and deployments.
-        "Write it to another file.",
-        "Write a search file with `configs: [ ... ]`, `objective` and `space`, as in `lightning-fcl tune --help`.",
-        "Pass another file with `--among`.",
-        "Correct the cause, then run the command with `--restart`.",
         "Set `most-samples` of the run's configuration if it has more than it said when it joined.",
         "Give it as `host:port`, for example --superlink 127.0.0.1:18000.",
         "Start the SuperLink, or correct `--superlink`, and `--insecure` or `--root-certificates`.",
@@ -84,21 +86,6 @@ WITHOUT_A_ROW_YET: dict[str, None] = dict.fromkeys(
         "Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
         "Use `lightning-fcl fit` for this method.",
         'Set both in the run\'s configuration: clients="a,b,c".',
-        "Pass more inputs in `calibration`, or use `export_onnx`.",
-        "Add `ActivationDensity` to the callbacks of the row and train to the end of an experience.",
-        "Write it again with `lightning-fcl reproduce`.",
-        "Use another checkpoint.",
-        "Train the run again: lightning-fcl fit --config ... .",
-        "Train the run: lightning-fcl fit --config ... .",
-        "Make room, or delete ... , and run ... again.",
-        "Use a smaller file.",
-        "Delete this copy and get the files again.",
-        "Write it with `numpy.savez(path, x=x.astype(numpy.float32), y=labels.astype(str))`, or "
-        "with `lightning-fcl deploy split`.",
-        "Delete it; the session is trained anew.",
-        "Write it again.",
-        "Save the file again as CSV, in UTF-8.",
-        "Get the file again.",
         "Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
         'Correct ... until `python -c "import ... "` works.',
         "Use another checkpoint, or leave `ckpt_path` out.",
@@ -143,7 +130,7 @@ def package():
     return read_package(ROOT / "lightning_fcl")
 
 
-HINTS = [row.hint for row in (*ROWS.values(), *fixes_files.ROWS.values())]
+HINTS = [row.hint for row in (*ROWS.values(), *FILE_ROWS.values())]
 
 
 def test_each_hint_is_tried(package):

@@ -1,11 +1,12 @@
-"""The fixes of `fixes_files`: each row raises the error, applies the fix, and runs without an error."""
+"""The fixes of files, commands and deployments: each row raises an error, applies the fix, and runs without one."""
 
 import shlex
 import shutil
 from types import SimpleNamespace
 
 import pytest
-from fixes_files import NAME, ROWS, SECONDS, SMALL
+from fixes_files import NAME, SMALL
+from fixes_tables import FILE_ROWS, FILE_SECONDS, FILE_TABLES
 
 from lightning_fcl.cli.main import main
 from lightning_fcl.zoo.registry import collect, package_folder
@@ -57,11 +58,15 @@ def lab(request, tmp_path, monkeypatch, serve_folder, full_disk, quiet, without_
         )
 
 
+def test_names_of_rows_about_files_differ():
+    assert len(FILE_ROWS) == sum(len(table.ROWS) for table in FILE_TABLES)
+
+
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=name, marks=[pytest.mark.seconds] if row.call in SECONDS else [])
-        for name, row in ROWS.items()
+        pytest.param(row, id=name, marks=[pytest.mark.seconds] if row.call in FILE_SECONDS else [])
+        for name, row in FILE_ROWS.items()
     ],
 )
 def test_fix_of_a_message_about_files_works(lab, row):

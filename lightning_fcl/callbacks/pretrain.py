@@ -241,7 +241,7 @@ class BaseSession(Callback):
         """Steps 1 and 2, or what the cache has of them."""
         path = Path(self.cache) / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
         if path is not None and path.is_file():
-            with reading(path, "to be a whole base session", "Delete it; the session is trained anew."):
+            with reading(path, "to be a whole base session", "Delete the file. The next fit trains the session again."):
                 network.load_state_dict(load_file(regular_file(path)))
             return
         samples, others = self._samples(stream)

@@ -219,7 +219,7 @@ def _flush() -> None:
     except OSError as error:
         _drop_output()
         raise FileAccessError(
-            f"Expected to write to standard output but got: {error}.", hint="Write it to another file."
+            f"Expected to write to standard output but got: {error}.", hint="Redirect the output to another file."
         ) from error
 
 

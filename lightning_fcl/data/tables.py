@@ -182,7 +182,7 @@ def _read_csv(path: Path, features: Sequence[str], target: Sequence[str]) -> tup
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a CSV file that are not empty, each with the number of its last line."""
-    hint = "Save the file again as CSV, in UTF-8."
+    hint = "Save the file as CSV, in UTF-8."
     with (
         reading(path, "to be a CSV file in UTF-8", hint),
         TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file,
@@ -198,7 +198,7 @@ def _read_parquet(
 ) -> tuple[NDArray[np.float64], NDArray[Any]]:
     """Return the features of a parquet file, shape (n, features), and its targets."""
     arrow, parquet = (require(f"pyarrow{name}", "reads parquet files", "tables") for name in ("", ".parquet"))
-    what, hint = "to be a parquet file", "Write it again."
+    what, hint = "to be a parquet file", "Write the file with `pandas.DataFrame.to_parquet`."
     with reading(path, what, hint):
         file = parquet.ParquetFile(regular_file(path))
         groups = (file.metadata.row_group(number) for number in range(file.metadata.num_row_groups))

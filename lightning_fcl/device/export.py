@@ -126,7 +126,7 @@ def export_int8_onnx(
             raise InvalidValueError(
                 f"Expected at least {agreement} of the largest outputs to be PyTorch's but got {share:.2f} of "
                 f"{len(example)}. Nothing was written.",
-                hint="Pass more inputs in `calibration`, or use `export_onnx`.",
+                hint="Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`.",
                 argument="agreement",
                 value=share,
             )

@@ -216,7 +216,7 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
 
 def read_table(path: str | Path) -> Table:
     """Read and check a ``table.json``."""
-    path, again = Path(path), "Write it again with `lightning-fcl reproduce`."
+    path, again = Path(path), "Write the table with `lightning-fcl reproduce`."
     content = read_json(path, "a table in ", _FORMAT, again)
     try:
         rows = {

@@ -187,7 +187,7 @@ def _checked(client: str, own: Any) -> dict[str, float]:
         ) from error
 
 
-_AGAIN = "Save the file again as CSV, in UTF-8."
+_AGAIN = "Save the file as CSV, in UTF-8."
 
 
 def _read(path: Path) -> dict[str, Any]:

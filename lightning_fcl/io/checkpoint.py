@@ -115,16 +115,17 @@ def checkpoint_of_run(run: Path) -> Path:
             value=run,
         )
     checkpoint, damaged = newest_checkpoint(folder), sorted(folder.glob("*.ckpt"))
+    train = f"Train the recipe in another folder: lightning-fcl fit --config {run / 'config.yaml'} --out FOLDER."
     if checkpoint is None and damaged:
         raise DamagedFileError(
             f"Expected a whole checkpoint in {folder} but all are damaged: {listed(path.name for path in damaged)}.",
-            hint=f"Train the run again: lightning-fcl fit --config {run / 'config.yaml'}.",
+            hint=train,
             value=run,
         )
     if checkpoint is None:
         raise MissingFileError(
             f"Expected a checkpoint in {folder} but found none.",
-            hint=f"Train the run: lightning-fcl fit --config {run / 'config.yaml'}.",
+            hint=train,
             value=run,
         )
     return checkpoint

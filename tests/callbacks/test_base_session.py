@@ -435,10 +435,25 @@ def test_wrong_arguments(arguments, expected):
         BaseSession(**arguments)
 
 
-def test_a_damaged_cache_is_named(fit, tmp_path):
-    arguments = {**QUICK, "cache": str(tmp_path)}
-    fit(make_net(), make_faces(), [BaseSession(**arguments)])
-    (path,) = tmp_path.glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-20])
-    with raises(DamagedFileError, value=path):
-        fit(make_net(), make_faces(), [BaseSession(**arguments)])
+def check_fix_of_cache(run, folder, damage):
+    """Damage the cache, expect an error, delete the cache, and train the session again."""
+    _, state = run({"cache": str(folder)}, max_epochs=1)
+    (path,) = folder.glob("*.safetensors")
+    damage(path)
+    with raises(DamagedFileError, value=path) as caught:
+        run({"cache": str(folder)}, max_epochs=1)
+    assert caught.value.hint == "Delete the file. The next fit trains the session again."
+    path.unlink()
+    same(run({"cache": str(folder)}, max_epochs=1)[1], state)
+    assert path.is_file()
+
+
+def test_base_session_cache_cut_off_is_trained_again_once_deleted(run, tmp_path):
+    check_fix_of_cache(run, tmp_path, lambda path: path.write_bytes(path.read_bytes()[:-20]))
+
+
+def test_base_session_cache_without_a_bias_is_trained_again_once_deleted(run, tmp_path):
+    def drop_bias(path):
+        save_file({name: value for name, value in load_file(path).items() if name != "head.classifier.bias"}, path)
+
+    check_fix_of_cache(run, tmp_path, drop_bias)

@@ -222,8 +222,12 @@ def test_convolutions_of_8_bits_by_onnx_runtime(frozen, tmp_path):
 def test_what_8_bits_change_too_much_is_not_written(frozen, tmp_path):
     network, images = frozen
     (tmp_path / "net.onnx").write_bytes(b"older")
-    with raises(InvalidValueError, "agreement"):
+    with raises(InvalidValueError, "agreement") as caught:
         export_int8_onnx(network, torch.full((20, 3, 12, 12), 0.5), images, tmp_path / "net.onnx", agreement=0.9)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("net.onnx", b"older")]
+    assert caught.value.hint == "Pass more inputs in `calibration`, like those of `example`, or use `export_onnx`."
+    assert export_int8_onnx(network, images[:120], images, tmp_path / "more.onnx", agreement=0.9) >= 0.9
+    export_onnx(network, images[:3], tmp_path / "float.onnx")
+    assert (run(tmp_path / "float.onnx", images).argmax(dim=1) == network(images).argmax(dim=1)).all()
     with raises(InvalidValueError, "example"):
         export_int8_onnx(network, images[:0], images, tmp_path / "net.onnx")
