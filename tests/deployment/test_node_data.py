@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.scenarios import ClassIncremental, Stationary
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.deployment.flower import _read_node_config, _source
 from lightning_fcl.deployment.messages import RefusedError
@@ -251,6 +251,24 @@ def test_server_rejects_other_words_in_part(tmp_path):
     np.savez(path, x=x, y=y, part=np.array(["validation"] * 80))
     with pytest.raises(ValueError, match="to have test samples but got none"):
         take_server_data(server, read_data(path, for_server=True), ["a"])
+
+
+def test_domain_incremental_needs_the_domain_of_each_sample(tmp_path):
+    x, y, _ = arrays()
+    place = np.array(["north", "south"])[(x[:, 0] > 0).astype(int)]
+    scenario, path = DomainIncremental(), tmp_path / "own.npz"
+    simulated = FederatedStream.from_arrays(x, y, np.zeros(80, int), place, scenario=scenario, split=Split(test=0.0))
+    simulated.setup("fit")
+    np.savez(path, x=x, y=y, group=place)
+    check_equal(node_of(simulated, "0", DataSource(str(path))), simulated, "0")
+    server = FederatedStream(scenario=scenario)
+    take_server_data(server, read_data(path, for_server=True), ["0"])
+    assert server.plan.rounds == 2
+    for source in (write_npz(tmp_path, x, y), write_csv(tmp_path, x, y)):
+        with pytest.raises(ValueError, match=r"data of client 0 .*\.npz file with `group`"):
+            node_of(simulated, "0", source)
+        with pytest.raises(ValueError, match=r"data of the server .*\.npz file with `group`"):
+            take_server_data(server, read_data(source, for_server=True), ["0"])
 
 
 @pytest.mark.seconds
