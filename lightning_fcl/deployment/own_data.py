@@ -25,7 +25,7 @@ from lightning_fcl.data.datasets.files import ANY, check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
 from lightning_fcl.data.own import of_anything, samples_in
 from lightning_fcl.data.samples import Samples, name_of
-from lightning_fcl.data.scenarios import EMPTY, IntArray
+from lightning_fcl.data.scenarios import EMPTY, DomainIncremental, IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.data.tables import SUFFIXES, Table
 from lightning_fcl.data.targets import check_names, numbers_of
@@ -264,11 +264,22 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
     if samples.classes:
         targets = numbers_of(np.array(samples.classes)[samples.targets], outline.classes, f"the labels of {whose}")
     groups = targets if outline.of_classes else np.zeros(len(samples), dtype=np.int64)
-    if not outline.of_classes and outline.groups and samples.group is not None:
-        groups = numbers_of(samples.group.astype(str), outline.groups, f"the domains of {whose}")
+    if outline.groups and not outline.of_classes and outline.dealt and data.rounds is None:
+        groups = numbers_of(_domains_of(samples, whose).astype(str), outline.groups, f"the domains of {whose}")
     stream.plan = client_plan(outline, groups, data.rounds, stream.seed)
     data.lend_hooks(stream)
     stream.hold(replace(samples, targets=targets, classes=outline.classes))
+
+
+def _domains_of(samples: Samples, whose: str) -> NDArray[Any]:
+    """Return the domain of each sample. Raise ValueError if the data have no domains."""
+    if samples.group is None:
+        raise MissingValueError(
+            f"Expected `group`, the domain of each sample, in the data of {whose} but got none.",
+            hint="Write the data to an .npz file with `group`, or use `ClassIncremental` in the recipe.",
+            argument="group",
+        )
+    return samples.group
 
 
 def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[str]) -> None:
@@ -282,6 +293,8 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
             "deploy split` writes.",
             argument="data",
         )
+    if isinstance(scenario, DomainIncremental):
+        _domains_of(samples, "the server")
     stream.plan = server_plan(scenario, samples, data.part, clients, stream.seed)
     if not len(stream.plan.test):
         raise MissingValueError(

@@ -104,9 +104,9 @@ class Machines:
         off = "--disable-runtime-dependency-installation"
         state = [*(more or ("--database", self.folder / "link.db")), off]
         self.start("link", "flower-superlink", *self.words, "--port", self.port, *state)
-        self.wait_for(self._listens)
+        self.wait_for(self.listens)
 
-    def _listens(self):
+    def listens(self):
         with socket.socket() as there:
             return there.connect_ex(("127.0.0.1", self.port)) == 0
 

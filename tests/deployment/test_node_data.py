@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.scenarios import ClassIncremental, Stationary
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.deployment.flower import _read_node_config, _source
 from lightning_fcl.deployment.messages import RefusedError
@@ -25,8 +25,7 @@ from lightning_fcl.deployment.own_data import (
     take_server_data,
 )
 
-from .conftest import over
-from .recipes import classes, strategy
+from .recipes import strategy
 
 SENSORS = """
 import lightning.pytorch as L
@@ -253,6 +252,24 @@ def test_server_rejects_other_words_in_part(tmp_path):
         take_server_data(server, read_data(path, for_server=True), ["a"])
 
 
+def test_domain_incremental_needs_the_domain_of_each_sample(tmp_path):
+    x, y, _ = arrays()
+    place = np.array(["north", "south"])[(x[:, 0] > 0).astype(int)]
+    scenario, path = DomainIncremental(), tmp_path / "own.npz"
+    simulated = FederatedStream.from_arrays(x, y, np.zeros(80, int), place, scenario=scenario, split=Split(test=0.0))
+    simulated.setup("fit")
+    np.savez(path, x=x, y=y, group=place)
+    check_equal(node_of(simulated, "0", DataSource(str(path))), simulated, "0")
+    server = FederatedStream(scenario=scenario)
+    take_server_data(server, read_data(path, for_server=True), ["0"])
+    assert server.plan.rounds == 2
+    for source in (write_npz(tmp_path, x, y), write_csv(tmp_path, x, y)):
+        with pytest.raises(ValueError, match=r"data of client 0 .*\.npz file with `group`"):
+            node_of(simulated, "0", source)
+        with pytest.raises(ValueError, match=r"data of the server .*\.npz file with `group`"):
+            take_server_data(server, read_data(source, for_server=True), ["0"])
+
+
 @pytest.mark.seconds
 def test_server_with_another_word_in_part_asks_no_node(rehearsal, wire):
     one = rehearsal()
@@ -362,44 +379,3 @@ def test_server_that_has_no_samples_of_a_scenario_of_single_samples_says_what_to
     one.simulate()
     with pytest.raises(ValueError, match=r"`Stationary`, .* but got FLwFScenario.*`lightning-fcl deploy split`"):
         one.serve(wire(one.nodes()))
-
-
-def sites_of_modules():
-    """A recipe with a data module for each client, whose test samples are all those of the server."""
-    modules = [{"class_path": "sensors.Sensors", "init_args": {"site": site}} for site in range(3)]
-    return {
-        "model": {"init_args": {"num_classes": 4, "model": {"init_args": {"sizes": [2, 4, 4]}}}},
-        "data": {
-            "data": modules,
-            "scenario": classes(experiences=2),
-            "partition": None,
-            **{"batch_size": 8, "shuffle": True, "drop_last": False},
-        },
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", ["csv", "modules"])
-def test_three_nodes_with_data_of_their_own_end_in_the_bits_of_the_simulation(rehearsal, machines, tmp_path, kind):
-    """As the page about deployments starts them, but for the executor, which imports once for all nodes."""
-    if kind == "csv":
-        data = write_sites(tmp_path, lambda x: LABELS[(x[:, 0] > 0) + 2 * (x[:, 1] > 0)].tolist())
-        recipe = over(sites_of_modules(), {"data": {"data": data, "split": {"test": ["3"]}}})
-        configs = [f'data="{tmp_path / name}.csv" target="label" features="a,b"' for name in "012"]
-        server = {"data": str(tmp_path / "server.csv"), "target": "label", "features": "a,b"}
-    else:
-        recipe = sites_of_modules()
-        configs = [f'data="sensors:Sensors" init_args.site={site}' for site in range(3)]
-        server = {"data": "sensors:Tests"}
-    one, at = rehearsal(recipe), machines()
-    one.split = lambda: None
-    simulated = one.simulate()
-    (one.app() / "sensors.py").write_text(SENSORS)
-    at.link()
-    for name, config in zip("012", configs, strict=True):
-        at.node(name, f'client="{name}" {config} memories="{tmp_path / "memories"}"')
-    at.run(one.folder / "app", out=str(tmp_path / "deployed"), clients="0,1,2", clients_at_least=3, **server)
-    at.wait_for(one.ended, 240)
-    assert one.holds(simulated.model)
-    assert [each["dropped"] for each in one.rounds()] == [{}, {}]

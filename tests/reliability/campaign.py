@@ -113,7 +113,7 @@ class Command:
             try:
                 self.process.wait(after)
             except subprocess.TimeoutExpired:
-                early = not self._listens()
+                early = not self.listens()
                 if number == signal.SIGINT:
                     os.killpg(self.process.pid, number)  # as a terminal does
                 else:
@@ -130,7 +130,7 @@ class Command:
         self._listener.join(5)  # orphans that could not be killed may hold the pipe
         return Ended(self.process.returncode, self.said.decode(errors="replace"), seconds, hung, orphans, early)
 
-    def _listens(self) -> bool:
+    def listens(self) -> bool:
         """Whether the process has a handler of its own for SIGTERM: only from `stop.listening` on."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
