@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import fixes_deployment
 import fixes_files
 import pytest
 from fixes_tables import ROWS
@@ -26,6 +27,19 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.': [
         "tests/simulation/test_habits.py::test_a_script_without_a_guard",
     ],
+    ". The client then starts without the state that it kept.": [
+        "tests/deployment/test_node_files.py::test_damaged_state_that_is_needed_is_one_message_whose_advice_works",
+    ],
+    "Name them beside `data`, as in data=": [
+        "tests/deployment/test_node_data.py::test_recipe_with_tables_names_columns_classes_and_scale",
+    ],
+    "Name the file of this client.": ["tests/deployment/test_node_data.py::test_server_rejects_other_words_in_part"],
+    "Remove the samples that are not for tests.": [
+        "tests/deployment/test_node_data.py::test_server_rejects_other_words_in_part",
+    ],
+    "from a backup, or choose another `out` to start a new run.": [
+        "tests/deployment/test_restart.py::test_serve_checkpoint_that_lacks_rounds_of_the_record_stops",
+    ],
     "Set `cohort_size=1`.": [
         "tests/local/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
     ],
@@ -43,7 +57,7 @@ PASSED_ON: dict[str, str] = {
     "io/reading.py read_bytes": "tests/fixes_files.py",
     "io/reading.py reading": "tests/fixes_files.py",
     "io/safe_yaml.py read_yaml": "tests/fixes_files.py, values too deep",
-    "running/diagnosis.py _check_value": "tests/fixes_files.py",
+    "running/diagnosis.py _check_value": "tests/fixes_files.py, number of epochs that is text",
 }
 
 # Hints that no test can try, each with the reason.
@@ -65,24 +79,9 @@ WITHOUT_A_ROW_YET: dict[str, None] = dict.fromkeys(
         "Pass another file with `--among`.",
         "Correct the cause, then run the command with `--restart`.",
         "Set `most-samples` of the run's configuration if it has more than it said when it joined.",
-        "Give it as `host:port`, for example --superlink 127.0.0.1:18000.",
-        "Start the SuperLink, or correct `--superlink`, and `--insecure` or `--root-certificates`.",
-        "Correct `--superlink`.",
-        'Start the node with --node-config \'client="a" data="a.npz"\'.',
         "Start their nodes, or decrease `clients-at-least` in the run's configuration.",
-        "If the model is that large, set `message-bytes` to at least ... in the run's configuration.",
-        "Remove ... . The client then starts without the state that it kept.",
-        'Name them beside `data`, as in data=" ... " target="label" features="a,b,c".',
-        "Name the file of this client.",
-        "Remove the samples that are not for tests.",
-        "Write `classes: []` below `data` of the recipe if whole numbers are not classes.",
-        'Write "test" as `part` of some samples, or give the data module a `test_dataloader` with samples.',
-        "Write ` ... : ... `.",
-        "Give each node a DataModule instead.",
-        "Restore ... from a backup, or choose another `out` to start a new run.",
         "Start the server again when these clients run. It continues from its newest checkpoint.",
         "Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
-        "Use `lightning-fcl fit` for this method.",
         'Set both in the run\'s configuration: clients="a,b,c".',
         "Pass more inputs in `calibration`, or use `export_onnx`.",
         "Add `ActivationDensity` to the callbacks of the row and train to the end of an experience.",
@@ -99,18 +98,9 @@ WITHOUT_A_ROW_YET: dict[str, None] = dict.fromkeys(
         "Write it again.",
         "Save the file again as CSV, in UTF-8.",
         "Get the file again.",
-        "Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
-        'Correct ... until `python -c "import ... "` works.',
         "Use another checkpoint, or leave `ckpt_path` out.",
-        "Write the values into ... .",
-        "Write ... : names of files are relative to ... .",
-        "Set the size of the network, such as `sizes`, `in_features` or `image_size`, to the size of the samples.",
-        "Write ... =VALUE.",
-        "List all names with `lightning-fcl ls recipes`.",
         "Use another repository.",
         "Check the name, or try again.",
-        "Rename the folder to ... , also in registry.txt.",
-        "List all names with `lightning-fcl zoo ls`.",
     ]
 )
 
@@ -143,7 +133,7 @@ def package():
     return read_package(ROOT / "lightning_fcl")
 
 
-HINTS = [row.hint for row in (*ROWS.values(), *fixes_files.ROWS.values())]
+HINTS = [row.hint for rows in (ROWS, fixes_files.ROWS, fixes_deployment.ROWS) for row in rows.values()]
 
 
 def test_each_hint_is_tried(package):

@@ -1,14 +1,19 @@
-"""The fixes of `fixes_files`: each row raises the error, applies the fix, and runs without an error."""
+"""Each row of `fixes_files` and `fixes_deployment` raises the error, applies the fix, and runs without an error."""
 
 import shlex
 import shutil
 from types import SimpleNamespace
 
+import fixes_deployment
+import fixes_files
 import pytest
-from fixes_files import NAME, ROWS, SECONDS, SMALL
+from fixes_files import NAME, SMALL
 
 from lightning_fcl.cli.main import main
 from lightning_fcl.zoo.registry import collect, package_folder
+
+ROWS = fixes_files.ROWS | fixes_deployment.ROWS
+SECONDS = fixes_files.SECONDS | fixes_deployment.SECONDS
 
 
 @pytest.fixture(scope="module")
