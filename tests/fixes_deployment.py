@@ -26,7 +26,6 @@ from lightning_fcl.errors import (
     UnknownNameError,
 )
 from lightning_fcl.federation.schedule import Participation
-from lightning_fcl.running.parts import describe_recipe
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import find_recipe, recipes_folder
 from lightning_fcl.zoo.registry import find
@@ -255,35 +254,6 @@ def name_file(lab, name):
     return recipe(lab, f"--config {written(lab, 'recipes/r.yaml', {'model': name})}")
 
 
-SIZED = """
-import lightning.pytorch as L
-import torch
-
-class Sized(L.LightningModule):
-    def __init__(self, size):
-        super().__init__()
-        self.layer = torch.nn.Linear(size, 10)
-    def forward(self, x):
-        return self.layer(x.flatten(1))
-    def training_step(self, batch, batch_idx):
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
-    def test_step(self, batch, batch_idx):
-        self.log("loss", self.training_step(batch, batch_idx))
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-"""
-
-
-def describe(lab, size):
-    """Describe a recipe with a module of the user's own for samples of 64 numbers."""
-    written(lab, "fixes_sized.py", SIZED)
-    lab.env.syspath_prepend(str(lab.folder))
-    model = {"class_path": "fixes_sized.Sized", "init_args": {"size": size}}
-    data = {"data": "digits", "partition": {"class_path": "IID", "init_args": {"clients": 2}}}
-    trainer = {"max_epochs": 1, "accelerator": "cpu", "strategy": {"class_path": "lightning_fcl.FederatedStrategy"}}
-    return describe_recipe(Recipe((written(lab, "r.yaml", {"model": model, "data": data, "trainer": trainer}),)))
-
-
 def fit_alone(lab, name):
     """Fit a recipe for a round, or a file with settings alone."""
     written(lab, "settings.yaml", {"trainer": {"enable_progress_bar": False, "max_epochs": 1}})
@@ -315,12 +285,6 @@ ROWS |= {
         {"name": "../models/model.yaml"},
         "Write ../models/model.yaml: names of files are relative to",
     ),
-    "network of another size": Row(
-        describe,
-        {"size": 63},
-        {"size": 64},
-        "Set the size of the network, such as `sizes`, `in_features` or `image_size`, to the size of the samples.",
-    ),
     "unknown recipe, of the list": Row(
         lambda lab, name=None: find_recipe(name or listed_name(lab, "ls recipes")),
         {"name": "zzz"},
@@ -344,5 +308,5 @@ ROWS |= {
     ),
 }
 
-SECONDS = {train_method, describe, fit_alone}
+SECONDS = {train_method, fit_alone}
 """Calls that take half a second or more."""

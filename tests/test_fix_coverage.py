@@ -27,6 +27,21 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.': [
         "tests/simulation/test_habits.py::test_a_script_without_a_guard",
     ],
+    "Set `most-samples` of the run's configuration": [
+        "tests/deployment/test_answers.py::test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit",
+    ],
+    "Start their nodes, or decrease `clients-at-least` in the run's configuration.": [
+        "tests/deployment/test_restart.py::test_a_server_that_finds_too_few_clients_says_who_is_missing",
+    ],
+    "Start the server again when these clients run.": [
+        "tests/deployment/test_restart.py::test_serve_round_of_too_few_uploads_continues_when_all_clients_answer",
+    ],
+    "Restore the newest checkpoint of the run, or choose another `out` to start a new run.": [
+        "tests/deployment/test_restart.py::test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends",
+    ],
+    "Check the name, or try again.": [
+        "tests/zoo/test_hub.py::test_load_of_a_repository_that_is_missing_says_to_check_the_name",
+    ],
     ". The client then starts without the state that it kept.": [
         "tests/deployment/test_node_files.py::test_damaged_state_that_is_needed_is_one_message_whose_advice_works",
     ],
@@ -73,15 +88,12 @@ UNTRIED: dict[str, str] = {
 # Hints whose rows are still to be written.
 WITHOUT_A_ROW_YET: dict[str, None] = dict.fromkeys(
     [
+        "Set the size of the network, such as `sizes`, `in_features` or `image_size`, to the size of the samples.",
         # Hints of files, commands, recipes and deployments.
         "Write it to another file.",
         "Write a search file with `configs: [ ... ]`, `objective` and `space`, as in `lightning-fcl tune --help`.",
         "Pass another file with `--among`.",
         "Correct the cause, then run the command with `--restart`.",
-        "Set `most-samples` of the run's configuration if it has more than it said when it joined.",
-        "Start their nodes, or decrease `clients-at-least` in the run's configuration.",
-        "Start the server again when these clients run. It continues from its newest checkpoint.",
-        "Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
         'Set both in the run\'s configuration: clients="a,b,c".',
         "Pass more inputs in `calibration`, or use `export_onnx`.",
         "Add `ActivationDensity` to the callbacks of the row and train to the end of an experience.",
@@ -100,7 +112,6 @@ WITHOUT_A_ROW_YET: dict[str, None] = dict.fromkeys(
         "Get the file again.",
         "Use another checkpoint, or leave `ckpt_path` out.",
         "Use another repository.",
-        "Check the name, or try again.",
     ]
 )
 
