@@ -27,7 +27,7 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
     'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`.': [
         "tests/simulation/test_habits.py::test_a_script_without_a_guard",
     ],
-    "Set `most-samples` of the run's configuration": [
+    "Set `most-samples` of the run": [
         "tests/deployment/test_answers.py::test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit",
     ],
     "Start their nodes, or decrease `clients-at-least` in the run's configuration.": [
