@@ -666,7 +666,7 @@ ROWS |= {
         lambda lab, words: take_settings(words, ["--out"]),
         {"words": ["--trainer.max_epochs"]},
         {"words": ["--trainer.max_epochs=3"]},
-        "Write --trainer.max_epochs=VALUE",
+        "Write --trainer.max_epochs=VALUE.",
         MissingValueError,
         "--trainer.max_epochs",
     ),
@@ -1364,7 +1364,7 @@ ROWS |= {
     "model that did not come with the package, from a URL": Row(
         packaged, {}, {"setting": "url"}, "or to a URL that serves it", MissingFileError
     ),
-    "folder of another name": Row(moved_entry, {}, move_back, f"Rename the folder to {NAME}"),
+    "folder of another name": Row(moved_entry, {}, move_back, f"Rename the folder to {NAME}, also in registry.txt."),
     "unknown model": Row(
         in_zoo, {"name": "mlp.digit.flwf2t"}, {"name": NAME}, f"Did you mean {NAME}?", UnknownNameError
     ),

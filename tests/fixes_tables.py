@@ -6,6 +6,7 @@ import fixes_columns
 import fixes_commands
 import fixes_data
 import fixes_datasets
+import fixes_deployment
 import fixes_federation
 import fixes_files
 import fixes_methods
@@ -29,6 +30,6 @@ ROWS = {name: row for table in TABLES for name, row in table.ROWS.items()}
 SECONDS = set().union(*(table.SECONDS for table in TABLES))
 
 # Tables of files, commands and deployments, whose rows have other fixtures.
-FILE_TABLES = (fixes_files, fixes_commands)
+FILE_TABLES = (fixes_files, fixes_commands, fixes_deployment)
 FILE_ROWS = {name: row for table in FILE_TABLES for name, row in table.ROWS.items()}
 FILE_SECONDS = set().union(*(table.SECONDS for table in FILE_TABLES))

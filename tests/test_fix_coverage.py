@@ -32,6 +32,37 @@ TRIED_ELSEWHERE: dict[str, list[str]] = {
         "tests/callbacks/test_base_session.py::test_base_session_cache_cut_off_is_trained_again_once_deleted",
         "tests/callbacks/test_base_session.py::test_base_session_cache_without_a_bias_is_trained_again_once_deleted",
     ],
+    "Set `most-samples` of the run": [
+        "tests/deployment/test_answers.py::test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit",
+    ],
+    "Start their nodes, or decrease `clients-at-least` in the run's configuration.": [
+        "tests/deployment/test_restart.py::test_a_server_that_finds_too_few_clients_says_who_is_missing",
+    ],
+    "Start the server again when these clients run.": [
+        "tests/deployment/test_restart.py::test_serve_round_of_too_few_uploads_continues_when_all_clients_answer",
+    ],
+    "Restore the newest checkpoint of the run, or choose another `out` to start a new run.": [
+        "tests/deployment/test_restart.py::test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends",
+    ],
+    "Check the name, or try again.": [
+        "tests/zoo/test_hub.py::test_load_of_a_repository_that_is_missing_says_to_check_the_name",
+    ],
+    ". The client then starts without the state that it kept.": [
+        "tests/deployment/test_node_files.py::test_damaged_state_that_is_needed_is_one_message_whose_advice_works",
+    ],
+    "Name them beside `data`, as in data=": [
+        "tests/deployment/test_node_data.py::test_recipe_with_tables_names_columns_classes_and_scale",
+    ],
+    "Name the file of this client.": ["tests/deployment/test_node_data.py::test_server_rejects_other_words_in_part"],
+    "Remove the samples that are not for tests.": [
+        "tests/deployment/test_node_data.py::test_server_rejects_other_words_in_part",
+    ],
+    "from a backup, or choose another `out` to start a new run.": [
+        "tests/deployment/test_restart.py::test_serve_checkpoint_that_lacks_rounds_of_the_record_stops",
+    ],
+    "file with `group`, or use `ClassIncremental` in the recipe.": [
+        "tests/deployment/test_node_data.py::test_domain_incremental_needs_the_domain_of_each_sample",
+    ],
     "Set `cohort_size=1`.": [
         "tests/local/test_one_at_a_time.py::test_a_step_that_leaves_something_later_on_is_told_when_it_has",
     ],
@@ -49,7 +80,7 @@ PASSED_ON: dict[str, str] = {
     "io/reading.py read_bytes": "tests/fixes_commands.py, file above the limit of bytes",
     "io/reading.py reading": "tests/fixes_commands.py, arrays above the limit of bytes",
     "io/safe_yaml.py read_yaml": "tests/fixes_files.py, values too deep",
-    "running/diagnosis.py _check_value": "tests/fixes_files.py",
+    "running/diagnosis.py _check_value": "tests/fixes_files.py, number of epochs that is text",
 }
 
 # Hints that no test can try, each with the reason.
@@ -65,39 +96,11 @@ UNTRIED: dict[str, str] = {
 # Hints whose rows are still to be written.
 WITHOUT_A_ROW_YET: dict[str, None] = dict.fromkeys(
     [
-        # Hints of files, commands, recipes and deployments.
-        "Set `most-samples` of the run's configuration if it has more than it said when it joined.",
-        "Give it as `host:port`, for example --superlink 127.0.0.1:18000.",
-        "Start the SuperLink, or correct `--superlink`, and `--insecure` or `--root-certificates`.",
-        "Correct `--superlink`.",
-        'Start the node with --node-config \'client="a" data="a.npz"\'.',
-        "Start their nodes, or decrease `clients-at-least` in the run's configuration.",
-        "If the model is that large, set `message-bytes` to at least ... in the run's configuration.",
-        "Remove ... . The client then starts without the state that it kept.",
-        'Name them beside `data`, as in data=" ... " target="label" features="a,b,c".',
-        "Name the file of this client.",
-        "Remove the samples that are not for tests.",
-        "Write `classes: []` below `data` of the recipe if whole numbers are not classes.",
-        'Write "test" as `part` of some samples, or give the data module a `test_dataloader` with samples.',
-        "Write ` ... : ... `.",
-        "Give each node a DataModule instead.",
-        "Restore ... from a backup, or choose another `out` to start a new run.",
-        "Start the server again when these clients run. It continues from its newest checkpoint.",
-        "Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
-        "Use `lightning-fcl fit` for this method.",
-        'Set both in the run\'s configuration: clients="a,b,c".',
-        "Pass a recipe with a model, as in `lightning-fcl fit quickstart`.",
-        'Correct ... until `python -c "import ... "` works.',
-        "Use another checkpoint, or leave `ckpt_path` out.",
-        "Write the values into ... .",
-        "Write ... : names of files are relative to ... .",
         "Set the size of the network, such as `sizes`, `in_features` or `image_size`, to the size of the samples.",
-        "Write ... =VALUE.",
-        "List all names with `lightning-fcl ls recipes`.",
+        # Hints of files, commands, recipes and deployments.
+        'Set both in the run\'s configuration: clients="a,b,c".',
+        "Use another checkpoint, or leave `ckpt_path` out.",
         "Use another repository.",
-        "Check the name, or try again.",
-        "Rename the folder to ... , also in registry.txt.",
-        "List all names with `lightning-fcl zoo ls`.",
     ]
 )
 

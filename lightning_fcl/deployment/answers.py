@@ -131,12 +131,12 @@ def _check_not_refused(head: Mapping[str, Any], sender: str) -> None:
     )
 
 
-def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str = "") -> int:
-    """A whole number of a head, within limits."""
+def whole(head: Mapping[str, Any], name: str, least: int, most: int, hint: str = "") -> int:
+    """Return a whole number of a head. Raise RefusedError if it is not within the limits."""
     value = head.get(name)
     if type(value) is not int or not least <= value <= most:
         said = value if isinstance(value, int | float) and abs(value) < 1e30 else repr(value)[:40]
-        raise RefusedError(f"Expected `{name}` to be a whole number from {least} to {most} but got {said}.", hint=mend)
+        raise RefusedError(f"Expected `{name}` to be a whole number from {least} to {most} but got {said}.", hint=hint)
     return value
 
 
@@ -195,7 +195,7 @@ def upload_of(
         return Upload(samples, rehearsed, head.get("diverged") is True, state, nbytes)
 
 
-_MORE = " Set `most-samples` of the run's configuration if it has more than it said when it joined."
+_MORE = "Set `most-samples` of the run's configuration if it has more than it said when it joined."
 
 
 def check_numbers(

@@ -256,9 +256,12 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
     targets: IntArray = samples.targets
     if bool(samples.classes) != bool(outline.classes):
         wanted, found = ("classes", "numbers") if outline.classes else ("numbers", "classes")
+        hint = "Write `classes: []` below `data` of the recipe if whole numbers are not classes."
+        if outline.classes:
+            hint = "Name the column of the classes in `target`, or write the names of classes as targets."
         raise RefusedError(
-            f"Expected targets of {whose} that are {wanted}, as those of the server are, but got {found}.",
-            hint="Write `classes: []` below `data` of the recipe if whole numbers are not classes.",
+            f"Expected the targets of {whose} to be {wanted}, as on the server, but got {found}.",
+            hint=hint,
             argument="target",
         )
     if samples.classes:

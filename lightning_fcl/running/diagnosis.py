@@ -207,6 +207,8 @@ class _Diagnosis:
             return False
         except ValueError:  # an annotation that the parser does not support is not checked by it either
             return True
+        except Exception:  # the module of a class may raise any error when the parser imports it
+            return False
         return True
 
 

@@ -55,6 +55,14 @@ def test_an_honest_answer_is_read_to_the_bit():
     assert read(saying(samples=0)(message)).samples == 0
 
 
+def test_upload_of_more_samples_than_the_limit_is_read_with_a_larger_limit():
+    honest, _, read = answer_to(server_state())
+    more = saying(samples=13)(honest)
+    with pytest.raises(RefusedError, match=r"from 0 to 12 but got 13[.] Set `most-samples` of the run"):
+        read(more)
+    assert read(more, replace(LIMITS, most_samples=13)).samples == 13
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lie_is_refused_by_name(kind):
     change, message = KINDS[kind]

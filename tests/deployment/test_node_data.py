@@ -231,6 +231,7 @@ def test_recipe_with_tables_names_columns_classes_and_scale(tmp_path):
         assert np.allclose(samples.x.numpy(), expected, rtol=1e-6)
     with pytest.raises(RefusedError, match=r"`target` and `features`.*Name them beside `data`"):
         read_data(own.where)
+    assert len(read_data(DataSource(own.where, COLUMNS)).samples) == len(x)
 
 
 def test_server_rejects_other_words_in_part(tmp_path):
@@ -241,12 +242,15 @@ def test_server_rejects_other_words_in_part(tmp_path):
         with pytest.raises(RefusedError, match=rf'`part` of .*server\.npz .*"{word}" for sample 79\. {fix}') as caught:
             read_data(path, for_server=True)
         assert caught.value.argument == "part"
+    np.savez(path, x=x[:79], y=y[:79], part=np.array(["test"] * 79))  # as the last message says
+    assert len(read_data(path, for_server=True).samples) == 79
     np.savez(path, x=x, y=y, part=np.array(["test", "validation"] * 40))
     server = FederatedStream(scenario=Stationary())
     take_server_data(server, read_data(path, for_server=True), ["a"])
     assert (len(server.plan.test), len(server.plan.validation)) == (40, 40)
     with pytest.raises(RefusedError, match=r"to train on but .* Name the file of this client"):
         read_data(path)
+    assert len(read_data(write_npz(tmp_path, x, y)).samples) == len(x)
     np.savez(path, x=x, y=y, part=np.array(["validation"] * 80))
     with pytest.raises(ValueError, match="to have test samples but got none"):
         take_server_data(server, read_data(path, for_server=True), ["a"])

@@ -104,8 +104,26 @@ def test_clients_join_late_and_leave(rehearsal, wire):
 def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire):
     one = rehearsal()
     one.simulate()
-    with pytest.raises(RuntimeError, match="Expected at least 3 of the clients 0, 1, 2 to join within 1 s but 0, 1 j"):
+    message = r"3 of the clients 0, 1, 2 to join within 1 s but 0, 1 joined.* decrease `clients-at-least`"
+    with pytest.raises(RuntimeError, match=message):
         one.serve(wire([one.node("0"), one.node("1")]), clients_at_least=3)
+    one.serve(wire([one.node("0"), one.node("1")]), clients_at_least=2)
+    assert one.ended()
+
+
+@pytest.mark.seconds
+def test_serve_round_of_too_few_uploads_continues_when_all_clients_answer(rehearsal, wire, same):
+    one = rehearsal()
+    simulated = one.simulate()
+    nodes = one.nodes()
+    really = nodes[1].answer
+    nodes[1].answer = lambda parcel: None if parcel.head["round"] == 2 and parcel.state else really(parcel)
+    with pytest.raises(RuntimeError, match=r"at least 3 clients in round 2 but got 2 .* Start the server again"):
+        one.serve(wire(nodes), clients_at_least=3, round_seconds=0.5)
+    link = wire(one.nodes())
+    deployed = one.serve(link, clients_at_least=3)
+    assert min(parcel.head["round"] for _, parcel in link.asked) == 2
+    assert same(simulated.model, deployed.model)
 
 
 BURSTS = """
@@ -235,7 +253,7 @@ def test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends(r
     shutil.copytree(one.folder / "deployed", one.folder / "copy")
     with pytest.raises(LostError):
         one.serve(lost_in(wire, 3)(one.nodes()[:1]), clients_at_least=1)
-    shutil.rmtree(one.folder / "deployed")
+    (one.folder / "deployed").rename(one.folder / "newest")
     (one.folder / "copy").rename(one.folder / "deployed")
     caplog.clear()
     with pytest.raises(RuntimeError, match=r"state of 0 was of a later round\..* lack their uploads of rounds up to 1"):
@@ -248,3 +266,7 @@ def test_serve_client_of_a_later_round_is_left_out_and_named_when_the_run_ends(r
         ["0", "1", "2"],
         ["0", "1", "2"],
     ]
+    shutil.rmtree(one.folder / "deployed")  # the message says: "Restore the newest checkpoint of the run"
+    (one.folder / "newest").rename(one.folder / "deployed")
+    one.serve(wire(one.nodes()[:1]), clients_at_least=1)
+    assert one.ended()

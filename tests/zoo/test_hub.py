@@ -142,12 +142,23 @@ def test_the_hub_is_asked_for_a_commit(name):
         zoo.load(name)
 
 
+TWICE = """
+from lightning_fcl import zoo
+from lightning_fcl.errors import ConnectionFailedError
+try:
+    zoo.load({missing!r})
+except ConnectionFailedError as error:
+    print(error)
+print(zoo.load({name!r}).entry.name)
+"""
+
+
 @pytest.mark.seconds
-def test_what_the_hub_does_not_have_is_told(hub):
-    assert (
-        "ConnectionFailedError: Expected to get hf:our/nothing@"
-        in hub("-c", LABEL.format(name=f"hf:our/nothing@{COMMIT}")).stderr
-    )
+def test_load_of_a_repository_that_is_missing_says_to_check_the_name(hub):
+    done = hub("-c", TWICE.format(missing=f"hf:our/nothing@{COMMIT}", name=f"hf:our/models@{COMMIT}"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Expected to get hf:our/nothing@")
+    assert "Check the name, or try again." in done.stdout and done.stdout.endswith(f"{NAME}\n")
 
 
 @pytest.fixture(scope="module")
