@@ -295,6 +295,27 @@ ROWS |= {
 }
 
 
+def with_damaged_optimizer(lab):
+    """Write a checkpoint of the run whose optimizer has no groups of parameters."""
+    path = lab.checkpoint()
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "optimizer_states": [{}]}, path.with_name("changed.ckpt"))
+
+
+ROWS |= {
+    "checkpoint that cannot be restored": Row(
+        fit_words,
+        {
+            "words": "--ckpt_path run/checkpoints/changed.ckpt --trainer.max_epochs 2",
+            "prepare": with_damaged_optimizer,
+        },
+        {"words": "--trainer.max_epochs 2"},
+        "Use another checkpoint, or leave `ckpt_path` out.",
+        argument="ckpt_path",
+    ),
+}
+
+
 # Rows of published models
 
 ROWS |= {

@@ -8,6 +8,7 @@ import platform
 import shlex
 import signal
 import sys
+import sysconfig
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
@@ -239,12 +240,26 @@ def _write_traceback(error: Exception, words: Sequence[str]) -> str:
         command = shlex.join(words_without_secrets(words)[0])
         text = f"lightning-fcl {command}\n{here}\n\n{''.join(traceback.format_exception(error))}"
         file.write(_without_secrets(text, words))
-    where = traceback.extract_tb(error.__traceback__)[-1]
+    where = _origin(error)
     return (
         f"lightning-fcl: error: an unexpected {type(error).__name__}: {_without_secrets(first_line(error), words)}\n"
         f"It was raised in {where.filename}, line {where.lineno}. Its traceback is in {file.name}. If the file is "
         "yours, correct it. Otherwise please report it as an issue of lightning-fcl, with the traceback.\n"
     )
+
+
+def _origin(error: Exception) -> traceback.FrameSummary:
+    """Return the place of an error: the last one in a file of the user, or the last one if no such file is involved."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")] + [
+        str(Path(__file__).parents[1])
+    ]
+    own = [
+        frame
+        for frame in frames
+        if Path(frame.filename).is_absolute() and not any(Path(frame.filename).is_relative_to(at) for at in installed)
+    ]
+    return (own or frames)[-1]
 
 
 def _without_secrets(text: str, words: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import EMPTY
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import InvalidValueError, MissingValueError
+from lightning_fcl.errors import MissingValueError
 from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.io.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
 from lightning_fcl.methods.client import is_labelled
@@ -204,11 +204,7 @@ def _samples(stream: FederatedStream) -> Any:
 
 @torch.no_grad()
 def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Trainer) -> str:
-    """Return the shape of a module's output for a sample; empty if `forward` takes something else than the sample.
-
-    Raises:
-        ValueError: If the network cannot process the samples.
-    """
+    """Return the shape of a module's output for a sample; empty if `forward` takes something else than the sample."""
     batch = trainer.precision_plugin.convert_input(_samples(stream))
     if not is_labelled(batch):
         return ""
@@ -216,15 +212,7 @@ def _outputs(task: L.LightningModule, stream: FederatedStream, trainer: L.Traine
     try:
         with trainer.precision_plugin.forward_context():
             outputs = task.eval()(x)
-    except RuntimeError as error:
-        if isinstance(error, NotImplementedError):
-            return ""
-        raise InvalidValueError(
-            f"Expected a network for samples of shape {_shape_of(x)}, but it raised: {error}.",
-            hint="Set the size of the network, such as `sizes`, `in_features` or `image_size`, to the size of the "
-            "samples.",
-        ) from error
-    except Exception as error:  # The `forward` of a user's module may take other arguments.
+    except Exception as error:  # The steps of a user's module may prepare what `forward` takes.
         if isinstance(task, Task):
             raise
         log.debug("`forward` cannot process a sample.", exc_info=error)

@@ -120,7 +120,9 @@ def publish(
     if head is not None and head.entry is not None and head.entry.name != name:
         raise InvalidValueError(
             f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}.",
-            hint="Use another repository.",
+            hint=f"Publish as {head.entry.name}, or use another repository.",
+            argument="name",
+            value=name,
         )
     run = Path(run)
     results = read_results(run)

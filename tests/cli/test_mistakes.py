@@ -199,7 +199,7 @@ class Broken(Classifier):
         super().__init__(nn.Flatten(), 64)
 
     def setup(self, stage):
-        raise KeyError("nobody has foreseen this")
+        __import__("os").environ["nobody has foreseen this"]  # raises KeyError in a file of Python
 """
 
 

@@ -82,6 +82,13 @@ class Several(Outputs):
         return self.net(x * mask)
 
 
+class Prepared(Several):
+    # The steps prepare what `forward` takes.
+
+    def forward(self, x):
+        return self.net[1](x)
+
+
 class Normalized(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
@@ -262,6 +269,7 @@ def test_what_a_fit_trains(recipe, tmp_path, capsys):
         ("own_parts.Outputs, init_args: {kind: dict}", "outputs of shape {logits: (10,), pixels: [(1, 8, 8)]}"),
         ("own_parts.Outputs, init_args: {kind: dataclass}", "outputs of shape {logits: (10,)}"),
         ("own_parts.Several", "Several of 650 parameters\n"),
+        ("own_parts.Prepared", "Prepared of 650 parameters\n"),
     ],
 )
 def test_validate_describes_outputs_of_any_structure(settings, described, tmp_path, capsys):

@@ -175,7 +175,7 @@ class Rehearsal:
         return all(torch.equal(value, weights[name]) for name, value in entries(module).items())
 
     def serve(self, link, data="server", **terms):
-        where = str(self.folder / "data" / "server.npz") if data == "server" else None
+        where = str(self.folder / "data" / "server.npz") if data == "server" else data
         terms = Terms(**{"join_seconds": 1, "round_seconds": 30, **terms})
         return serve(self.path, link, self.folder / "deployed", terms, where, self.clients if where else ())
 

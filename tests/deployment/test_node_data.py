@@ -24,6 +24,7 @@ from lightning_fcl.deployment.own_data import (
     take_data,
     take_server_data,
 )
+from lightning_fcl.errors import MissingValueError
 
 from .recipes import strategy
 
@@ -368,9 +369,13 @@ def test_stationary_with_the_data_of_nodes_is_deployed(rehearsal, wire, same, tm
     one = rehearsal({**({"model": model} if kind == "labels" else REGRESSION), "data": data})
     one.split = lambda: None  # the clients have files of their own
     simulated = one.simulate()
-    one.clients = ["0", "1", "2"]
-    nodes = [Node(one.recipe, name, str(tmp_path / f"{name}.csv"), tmp_path / "memories") for name in one.clients]
-    deployed = one.serve(wire(nodes), DataSource(str(tmp_path / "server.csv")), clients_at_least=3)
+    names, source = ["0", "1", "2"], DataSource(str(tmp_path / "server.csv"))
+    nodes = [Node(one.recipe, name, str(tmp_path / f"{name}.csv"), tmp_path / "memories") for name in names]
+    one.clients = []
+    with pytest.raises(MissingValueError, match=r"Set both in the run's configuration: clients="):
+        one.serve(wire(nodes), source, clients_at_least=3)
+    one.clients = names
+    deployed = one.serve(wire(nodes), source, clients_at_least=3)
     assert same(simulated.model, deployed.model)
     assert deployed.trainer.current_epoch == 2
     assert [each["dropped"] for each in one.rounds()] == [{}, {}]

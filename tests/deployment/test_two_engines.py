@@ -244,7 +244,7 @@ def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same)
         }
     )
     simulated = one.simulate()
-    deployed = one.serve(wire(one.nodes()), "recipe", clients_at_least=3)
+    deployed = one.serve(wire(one.nodes()), None, clients_at_least=3)
     assert same(simulated.model, deployed.model)
 
 

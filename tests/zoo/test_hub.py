@@ -198,7 +198,10 @@ def test_a_push_is_refused_whole(hub, commits, run):
     pushes = [push(run, "mlp.other"), push(run, NAME, f"hf:our/models@{COMMIT}"), push(run, NAME)]
     done = hub("-c", REFUSED.format(pushes=[words[2:] for words in pushes]), token="theirs")
     assert done.stdout.split() == ["2", "2", "2"], done.stderr
-    assert f"Expected hf:our/models to hold mlp.other but it holds {NAME}" in done.stderr
+    assert (
+        f"Expected hf:our/models to hold mlp.other but it holds {NAME}. Publish as {NAME}, or use another repository."
+        in done.stderr
+    )
     assert "Expected hf:organisation/repository to publish to" in done.stderr
     assert "Log in with `hf auth login`" in done.stderr
     assert [*commits] == [COMMIT]
