@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_start_method
 from operator import itemgetter
@@ -103,7 +103,7 @@ class _Requested(Dataset[Any]):
         return request.read(self.take)
 
 
-def read(take: Take, requests: Iterable[Request], loading: Loading) -> Iterator[Any]:
+def read(take: Take, requests: Iterable[Request], loading: Loading) -> Generator[Any, None, None]:
     """What requests ask for, read here or by workers; those that a system spawns run the main script first."""
     if not loading.num_workers:
         yield from (request.read(take) for request in requests)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -258,8 +258,11 @@ class FederatedStream(L.LightningDataModule):
         """Return a client's samples of a round, stacked, as plain tensors. Each call returns the same samples."""
         return plain_samples(Request.of(self.plan.train[round][client], seed, client, round).read(self.take))
 
-    def read(self, requests: Iterable[Request], part: str = "train") -> Iterator[Any]:
-        """The batches of a part that requests ask for, read by `num_workers` processes, which are given no Trainer."""
+    def read(self, requests: Iterable[Request], part: str = "train") -> Generator[Any, None, None]:
+        """Yield the requested batches of a part, read by `num_workers` processes, which have no Trainer.
+
+        Close the generator after the last batch. Otherwise its processes stay until the garbage collector ends them.
+        """
         loading = self.loading(part)
         if loading.num_workers:
             self.samples.find_generators()

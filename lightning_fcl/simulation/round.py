@@ -72,7 +72,8 @@ class Round:
         self._work, self._ends = work, ExperienceEnds(federation, looks_ahead)
         self._listeners: list[ListensToClients] = []
         self._watched = False  # whether one of them looks at clients' states
-        self._read: Iterator[Any] | None = None  # what comes for the cohorts' requests; None: samples are in memory
+        # Batches for the requests of the client groups. None: samples are in memory.
+        self._read: Generator[Any, None, None] | None = None
         self._batches = max(1, sum(map(len, self.cohorts)))
         self._steps: Generator[Any, None, None] = self._run()
 
@@ -116,6 +117,10 @@ class Round:
             if not self.done:
                 self.abandon()
             raise
+        finally:
+            if self._read is not None:
+                self._read.close()  # torch waits seconds for workers that the garbage collector ends
+                self._read = None
 
     def train(self, cohort: Cohort, send: Send) -> Iterator[Any]:
         """What some clients do in the round, wherever they are: they receive, train, send, and keep what is theirs."""

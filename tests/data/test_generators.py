@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import multiprocessing
 import random
 from dataclasses import dataclass, replace
 
@@ -264,6 +265,23 @@ def test_samples_do_not_depend_on_num_workers(quiet, name):
     assert difference(alone, one) == difference(alone, two) == 0
     for a, b in zip(alone.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class Workers(L.Callback):
+    """Records the processes that are alive at the end of each round."""
+
+    def __init__(self):
+        self.alive = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.alive.append(multiprocessing.active_children())
+
+
+@pytest.mark.seconds
+def test_processes_of_num_workers_end_with_the_round(quiet):
+    workers = Workers()
+    train(two_clients(DATA["none"]), quiet, 2, [workers])
+    assert workers.alive == [[]] * ROUNDS
 
 
 @pytest.mark.parametrize("name", DATA)
