@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     ratios = []
-    with tempfile.TemporaryDirectory(dir=ROOT) as scratch:  # the system's temporary folder may be in memory
+    runs = ROOT / "runs"
+    runs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=runs) as scratch:  # the system's temporary folder may be in memory
         for pair in range(options.pairs):
             found = {}
             for version in (ROOT, options.other)[:: 1 if pair % 2 else -1]:
