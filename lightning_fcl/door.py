@@ -101,6 +101,17 @@ def many_imports() -> Iterator[None]:
 
 
 @contextmanager
+def _finding(find_spec: Callable[..., ModuleSpec | None]) -> Iterator[None]:
+    """Temporarily let a function find modules before Python's own finders."""
+    finder = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@contextmanager
 def put_off(*names: str) -> Iterator[None]:
     """Packages of these names that are imported meanwhile run when they are used first, then or later."""
 
@@ -110,12 +121,8 @@ def put_off(*names: str) -> Iterator[None]:
             spec.loader = LazyLoader(spec.loader)
         return spec
 
-    finder = SimpleNamespace(find_spec=find_spec)
-    sys.meta_path.insert(0, finder)
-    try:
+    with _finding(find_spec):
         yield
-    finally:
-        sys.meta_path.remove(finder)
 
 
 class _SettingsOfAvalanche(Loader):
@@ -150,13 +157,8 @@ def import_avalanche() -> Iterator[None]:
             spec.loader = _SettingsOfAvalanche(spec.loader)
         return spec
 
-    finder = SimpleNamespace(find_spec=find_spec)
-    sys.meta_path.insert(0, finder)
-    try:
-        with put_off(*_UNUSED):
-            yield
-    finally:
-        sys.meta_path.remove(finder)
+    with _finding(find_spec), put_off(*_UNUSED):
+        yield
 
 
 def register_strategy() -> None:

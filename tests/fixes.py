@@ -92,16 +92,19 @@ class Row:
     Args:
         call: Function of the fixtures and of the arguments.
         wrong: Arguments with which it raises the error.
-        fix: Arguments that the fix changes. None: the fix leaves the arguments of ``wrong`` out.
+        fix: Arguments that the fix changes, or a function of the fixtures that corrects the files of the same call.
+            None: the fix leaves the arguments of ``wrong`` out.
         hint: Part of the hint that names the fix.
         error: Class of the error.
+        argument: Argument that the error names.
     """
 
     call: Callable[..., Any]
     wrong: Mapping[str, Any]
-    fix: Mapping[str, Any] | None
+    fix: Mapping[str, Any] | Callable[[Any], Any] | None
     hint: str
     error: type[LightningFCLError] = InvalidValueError
+    argument: str | None = None
 
 
 ROWS: dict[str, Row] = {}

@@ -5,19 +5,17 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 import yaml
+from fixes import Row
 from lightning.pytorch.callbacks import EarlyStopping
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -48,8 +46,6 @@ from lightning_fcl.errors import (
     FileConflictError,
     InvalidStateError,
     InvalidTypeError,
-    InvalidValueError,
-    LightningFCLError,
     MissingFileError,
     MissingValueError,
     NoRoomError,
@@ -86,27 +82,6 @@ from lightning_fcl.zoo.registry import REGISTRY, collect, register
 NAME = "mlp.digits.flwf2t_replay"
 LR = "model.init_args.optimizer.init_args.lr"
 SMALL = "--trainer.enable_progress_bar=false --trainer.max_epochs=1 --data.partition.clients=2"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A call that raises an error, and the fix that the error names.
-
-    Args:
-        call: Function of the fixtures and of the arguments.
-        wrong: Arguments with which it raises the error.
-        fix: Arguments that the fix changes, or a function of the fixtures that corrects the files of the same call.
-        hint: Part of the hint that names the fix.
-        error: Class of the error.
-        argument: Argument that the error names.
-    """
-
-    call: Callable[..., Any]
-    wrong: Mapping[str, Any]
-    fix: Mapping[str, Any] | Callable[[Any], Any]
-    hint: str
-    error: type[LightningFCLError] = InvalidValueError
-    argument: str | None = None
 
 
 ROWS: dict[str, Row] = {}

@@ -48,12 +48,13 @@ def regular_file(path: Path) -> Path:
 def read_bytes(path: str | Path, most: int | None = None) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes, by default the limit of `check_size`."""
     with open_file(path) as file:
-        size, pieces = os.fstat(file.fileno()).st_size, list[bytes]()
+        size, done, pieces = os.fstat(file.fileno()).st_size, 0, list[bytes]()
         try:
             check_size(size, most=most)
             while piece := file.read(_PIECE):
                 pieces.append(piece)
-                check_size(sum(map(len, pieces)), most=most)  # the file may grow while it is read
+                done += len(piece)
+                check_size(done, most=most)  # the file may grow while it is read
         except ValueError as error:
             hint = error.hint if isinstance(error, LimitError) else "Use a smaller file."
             raise InvalidValueError(
