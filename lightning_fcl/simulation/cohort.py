@@ -19,13 +19,12 @@ from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import ClientState, Memory
+from lightning_fcl.federation.client_store import ClientState
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.local.own_step import StepTrainer
-from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import epochs_of
-from lightning_fcl.methods.declaration import Declaration, client_of, tracks_rounds
+from lightning_fcl.methods.method_round import LocalRound, client_before
 from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples, write_samples
-from lightning_fcl.simulation.experience import history_of
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
@@ -58,7 +57,7 @@ class Cohort:
         lengths: IntArray,
     ) -> None:
         self._stream = federation.stream
-        self._seed, self._module = federation.seed, federation.module
+        self._seed = federation.seed
         self._every = federation.strategy.local_steps.every  # batches a step
         # Batches of modules' own steps are stacked and never padded: lists of `Alike`.
         self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, StepTrainer)
@@ -108,17 +107,18 @@ class Cohort:
             self._read[row] = self._stream.client_samples(client, round, self._seed)
         return self._read[row]
 
-    def data(self, method: Declaration, row: int) -> Any:
-        """The samples of one of the clients, for a method that looks at them."""
-        return self.samples(row) if method.needs.samples else None
-
-    def ended(self, method: Declaration, row: int, memory: Memory) -> Client:
-        """One of the clients after its local training, as a method sees it."""
-        client = client_of(method, self._module, memory, self.received[row], self.clients[row])
-        client.steps = -(-self.batches_of(row) // self._every)
-        if tracks_rounds(method):
-            client.set_history(partial(history_of, self._stream, self.clients[row], self.kept[row]))
-        return client
+    def local_round(self, row: int, trained: Trained) -> LocalRound:
+        """Return what methods need of one of the clients after its local training."""
+        return LocalRound(
+            self.clients[row],
+            self.received[row],
+            self.kept[row],
+            self.entered[row],
+            -(-self.batches_of(row) // self._every),
+            trained.state(row),
+            trained.memories[row],
+            partial(self.samples, row),
+        )
 
     def batches_of(self, row: int) -> int:
         """Return the number of batches of one of the clients."""
@@ -242,8 +242,9 @@ def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int
     stream, part_of = federation.stream, partial(federation.stream.client_round, round=round)
     rows_of = stream.plan.train[round]
     batching = federation.strategy.limits.batching(stream)
-    replayed = joining_samples(federation.methods, federation.client_before)
-    epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
+    before = partial(client_before, federation.server, federation.module)
+    replayed = joining_samples(federation.methods, before)
+    epochs_in = epochs_of(federation.methods, before, federation.strategy.local_epochs)
     alone = all(len(names) == 1 for names in cohorts)
     if alone:  # several are planned at once all the same
         every = [name for (name,) in cohorts]

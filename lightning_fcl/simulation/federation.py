@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import need_stream, stream_of
@@ -19,19 +18,16 @@ from lightning_fcl.data.reading_check import prepare_reading
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError, listed, warn_of_one
 from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
-from lightning_fcl.federation.client_store import ClientState, enter_round, own_entries
+from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Participation
-from lightning_fcl.federation.server import Extra, FederatedServer
+from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.local.single_sample import has_single_samples, why_not_single_sample
-from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
-from lightning_fcl.methods.experience import begins_experience, declared, lasting
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.trial import first_rows
 from lightning_fcl.simulation.epoch_states import EpochStates
@@ -146,15 +142,6 @@ class Federation:
             state = method.personalize(client_of(method, self.module, memory), state)
         return state
 
-    def client_before(self, method: Declaration, part: ClientRound) -> Client:
-        """A client before a round, as a method sees it: it has received nothing."""
-        memory = self.kept_at(part, self.server.store[part.client]).get(method.section, {})
-        return client_of(method, self.module, memory, part=part)
-
-    def kept_at(self, part: ClientRound, kept: ClientState) -> ClientState:
-        """Return a client's state at the start of a round, from what it keeps."""
-        return enter_round(kept, part.experience, self.server.accepted.get(part.client, -1))
-
 
 def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
     """Choose who trains the clients of a fit, when its loaders are made.
@@ -232,32 +219,6 @@ def announce_participation(federation: Federation) -> None:
     rank_zero_info(f"Federation: {described}")
     if clients > 1:
         warn_of_one("participation", participation.clients, described, "all clients")
-
-
-def extra_of(federation: Federation) -> Extra:
-    """What the server keeps for methods, beside the module's entries, and how it comes together."""
-    module = federation.module
-    extra: dict[str, tuple[Tensor, Reduction | str]] = {}
-    for method in federation.methods:
-        kept = method.server_state(module)
-        for name, reduction in declared(method, kept).items():
-            extra[f"{method.section}.{name}"] = kept[name].to(module.device), reduction
-    return extra
-
-
-def forget_experiences(federation: Federation, extra: Extra, round: int) -> None:
-    """Remove what the server keeps for methods and no client needs in a round: entries of earlier experiences.
-
-    Args:
-        extra: What methods keep in the round, see `extra_of`.
-    """
-    server, begins = federation.server, begins_experience(federation.stream.plan, round)
-    for method in federation.methods:
-        kept = server.kept_for(method.section)
-        last = lasting(method, kept) if begins else kept
-        for name in (f"{method.section}.{name}" for name in kept):
-            if name not in extra or name.removeprefix(f"{method.section}.") not in last:
-                del server.extra[name]
 
 
 def warn_of_own_entries(federation: Federation) -> None:

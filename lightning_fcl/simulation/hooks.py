@@ -23,13 +23,13 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
+from lightning_fcl.methods.method_round import server_entries
 from lightning_fcl.methods.replay_samples import joins_batches
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
 from lightning_fcl.simulation.checkpoint_content import check_states, leave_out_objects
 from lightning_fcl.simulation.counters import note_progress
-from lightning_fcl.simulation.experience import finish_stopped
-from lightning_fcl.simulation.federation import Federation, choose_min_batch_size, extra_of
+from lightning_fcl.simulation.federation import Federation, choose_min_batch_size
 from lightning_fcl.simulation.limits import check_monitors, require_begun
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class FitHooks(Callback):
         federation = self.federation
         if trainer.checkpoint_callbacks:
             check_states(one for one in callbacks_of(trainer) if one is not self)
-        federation.server.begin(pl_module, self.strategy.rules, extra_of(federation))
+        federation.server.begin(pl_module, self.strategy.rules, server_entries(federation.methods, pl_module))
         self._logs = RoundLog(pl_module, self.strategy.ranks)
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,7 +236,8 @@ class FitHooks(Callback):
         self._forget_logs()
         self._hide_left()
         if trainer.current_epoch < (trainer.max_epochs or 0):
-            finish_stopped(self.federation, trainer.current_epoch)
+            hosted = [client for client in self.federation.stream.plan.clients if self.federation.hosts(client)]
+            self.federation.round.method_round.finish_stopped(hosted, trainer.current_epoch)
         if self.federation.placement is not None:
             self.federation.placement.complete()
 

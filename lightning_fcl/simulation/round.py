@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
 from lightning_fcl.errors import quoted
-from lightning_fcl.federation.aggregation import Reduction, State, load_entries
-from lightning_fcl.federation.client_store import ClientState, Memory
+from lightning_fcl.federation.aggregation import State, load_entries
+from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import ListensToClients, LooksAtClients
@@ -24,14 +22,12 @@ from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack
-from lightning_fcl.methods.client import Client
-from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
-from lightning_fcl.methods.experience import receive
+from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
+from lightning_fcl.methods.method_round import LocalRound, MethodRound, entered_state
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
-from lightning_fcl.simulation.experience import ExperienceEnds, history_of
-from lightning_fcl.simulation.federation import Federation, extra_of, forget_experiences
+from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.hook_calls import find_users
 from lightning_fcl.simulation.isolation import isolation_of
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
@@ -69,7 +65,17 @@ class Round:
         self.loose: LooseState | None = before.loose if before is not None else None
         self.steps_before = 0  # the Trainer's, when the round began
         self.has_trained = False  # whether clients have trained on a batch of the round
-        self._work, self._ends = work, ExperienceEnds(federation, looks_ahead)
+        self._work = work
+        self.method_round = MethodRound(
+            self.number,
+            federation.module,
+            federation.methods,
+            federation.stream,
+            federation.server,
+            federation.seed,
+            federation.participation.is_full,
+            looks_ahead,
+        )
         self._listeners: list[ListensToClients] = []
         self._watched = False  # whether one of them looks at clients' states
         # Batches for the requests of the client groups. None: samples are in memory.
@@ -154,8 +160,7 @@ class Round:
         if federation.methods:
             driver_of(federation.module.trainer).rest_frozen(federation.module)
         federation.strategy.counters.users = find_users(federation.module.trainer)
-        extra = extra_of(federation)
-        forget_experiences(federation, extra, self.number)
+        extra = self.method_round.server_entries()
         federation.server.begin_round(federation.module, federation.strategy.rules, extra)
         if isinstance(federation.trainer, SequentialTrainer):
             federation.isolation = federation.isolation or isolation_of(self)
@@ -184,20 +189,17 @@ class Round:
 
     def download(self, cohort: Cohort) -> None:
         """Step 1: the clients receive the server's state, and remember what they have kept."""
-        federation, clients, device = self.federation, cohort.clients, self.federation.module.device
+        federation, clients = self.federation, cohort.clients
         federation.strategy.counters.begin(federation.module.trainer, cohort)
         self.placement.begin()
         start_randomness(federation.seed, *clients.clients, self.number)
         states, before = federation.server.download(clients.clients)
         kept = before
         if any(before):
-            kept = [federation.kept_at(part, own) if own else own for part, own in zip(clients, before, strict=True)]
+            kept = [entered_state(federation.server, *each) for each in zip(clients, before, strict=True)]
         memories: list[Sequence[Memory]] = [()] * len(clients)
         if federation.methods:
-            memories = [
-                [_moved(receive(m, self._beginning(m, part, state, own)), device) for m in federation.methods]
-                for part, state, own in zip(clients, states, kept, strict=True)
-            ]
+            memories = [self.method_round.receive(*each) for each in zip(clients, states, kept, strict=True)]
         federation.strategy.local_steps.begin(federation.optimizers)
         federation.epoch_states.leave()
         if self.loose is not None:
@@ -206,20 +208,18 @@ class Round:
         federation.epoch_states.enter(self.placement.order.get(clients.clients[0], 0))
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
-    def _beginning(self, method: Declaration, part: ClientRound, state: State, kept: ClientState) -> Client:
-        """Return a client that has received a state, as a method sees it."""
-        client = client_of(method, self.federation.module, kept.get(method.section, {}), state, part)
-        if tracks_rounds(method):
-            client.set_history(partial(history_of, self.federation.stream, part, kept))
-        return client
-
     def upload(self, cohort: Cohort, send: Send) -> None:
         """Step 3: each client sends its state, and keeps what stays with it."""
         federation, clients, participation = self.federation, cohort.clients, self.federation.participation
         trained = federation.trainer.finish()
         self.placement.took(clients)
         missed = [participation.may_miss and participation.misses(client, self.number) for client in clients.clients]
-        sent = {**self._uploads(cohort, trained), **self._contributions(cohort, trained)}
+        ended = [cohort.local_round(row, trained) for row in range(len(clients))] if federation.methods else []
+        sent = trained.uploads
+        if self.method_round.uploads:
+            sent = stack([self.method_round.upload(client) for client in ended])
+        if federation.methods:
+            sent = {**sent, **stack([self.method_round.contribute(client) for client in ended])}
         arrived = _in_reach(send, federation.server.record, clients, sent, missed)
         _name_diverged(federation.server.record, clients, trained, arrived)
         personal = federation.server.personal or participation.swarm is not None
@@ -228,10 +228,11 @@ class Round:
             return  # nothing stays with the clients, and nobody listens
         for row, client in enumerate(clients):
             if not arrived[row]:
-                self._ends.keep_dropped(cohort, row)
+                if ended:
+                    self.method_round.end_dropped(ended[row])
                 continue
             if keeping:
-                self._end_client(cohort, trained, row, missed[row])
+                self._end_client(cohort, trained, row, ended[row] if ended else None, missed[row])
             if self._watched and trained.own is None:
                 load_entries(federation.module, trained.state(row))
             if not self._listeners:
@@ -240,62 +241,12 @@ class Round:
                 for listener in self._listeners:
                     listener.on_client_end(federation.module.trainer, federation.module, client)
 
-    def _uploads(self, cohort: Cohort, trained: Trained) -> State:
-        """What the clients send of the module's entries, or in place of them, every entry of shape (clients, ...)."""
-        uploading = [(i, m) for i, m in enumerate(self.federation.methods) if overrides(m, "upload")]
-        rows = [trained.state(row) for row in range(len(cohort.clients))] if uploading else []
-        for i, method in uploading:
-            for row, part in enumerate(cohort.clients):
-                if method.applies_to(part):
-                    rows[row] = method.upload(cohort.ended(method, row, trained.memories[row][i]), rows[row])
-        return {n: torch.stack([row[n] for row in rows]) for n in rows[0]} if rows else trained.uploads
-
-    def _contributions(self, cohort: Cohort, trained: Trained) -> State:
-        """What the clients send to what the server keeps for methods, every entry of shape (clients, ...)."""
-        federation = self.federation
-        sent: State = {}
-        for i, method in enumerate(federation.methods):
-            kept, reductions = federation.server.kept_for(method.section), federation.server.reductions
-            of = {name: reductions[f"{method.section}.{name}"] for name in kept}
-            nothing = {name: of[name].nothing(value) for name, value in kept.items() if of[name].up}
-            if not nothing:
-                continue
-            rows = [nothing] * len(cohort.clients)
-            for row, part in enumerate(cohort.clients):
-                if not method.applies_to(part):
-                    continue
-                client = cohort.ended(method, row, trained.memories[row][i])
-                own = _lasting(trained.state(row), client.server, reductions)
-                given = method.contribute(client, own, cohort.data(method, row))
-                if overrides(method, "contribute_experience"):
-                    given = {**given, **self._ends.share(cohort, method, row, client, own)}
-                if given:
-                    rows[row] = {n: v.to(federation.module.device) for n, v in {**nothing, **given}.items()}
-            sent |= {f"{method.section}.{n}": value for n, value in stack(rows).items()}
-        return sent
-
-    def _end_client(self, cohort: Cohort, trained: Trained, row: int, missed: bool) -> None:
+    def _end_client(self, cohort: Cohort, trained: Trained, row: int, client: LocalRound | None, missed: bool) -> None:
         """Keep what stays with a client."""
-        state, part = trained.state(row), cohort.clients[row]
-        kept: ClientState = {}
-        for method, memory in zip(self.federation.methods, trained.memories[row], strict=True):
-            if remembers(method, part):
-                kept |= self._ends.sections(cohort, method, row, memory, state, missed)
-        self._ends.note_progress(cohort, row, kept)
+        kept = self.method_round.end(client, missed) if client is not None else {}
         if trained.optimizer is not None:
             kept["optimizer"] = trained.optimizer
-        self.federation.server.keep(part.client, state, kept, missed)
-
-
-def _lasting(own: State, received: State, reductions: Mapping[str, Reduction]) -> State:
-    """Return a trained client's state without its changes of entries that the server keeps, such as `fixed` ones."""
-    kept = {n for n in own if not (reductions[n].up or reductions[n].own)}
-    return {n: received[n] if n in kept else value for n, value in own.items()} if kept else own
-
-
-def _moved(memory: Memory, device: torch.device) -> Memory:
-    """What was on disk, or in a checkpoint, comes back on the CPU."""
-    return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
+        self.federation.server.keep(cohort.clients.clients[row], trained.state(row), kept, missed)
 
 
 def methods_first(federation: Federation) -> list[Callback]:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.errors import InvalidValueError, listed
@@ -17,13 +15,11 @@ from lightning_fcl.federation.protocol import ListensToRounds, SolvesAtServer
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Deployment
 from lightning_fcl.federation.wire import DIVERGED, Compression
-from lightning_fcl.methods.client import Server
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.functional import trainable
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.methods.method_round import server_entries
 from lightning_fcl.simulation.cohort import planned
-from lightning_fcl.simulation.experience import check_sums
-from lightning_fcl.simulation.federation import Federation, extra_of
+from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.hook_calls import skip_batch_end
 from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.round import Round, methods_first
@@ -43,7 +39,7 @@ def begin_schedule(federation: Federation) -> None:
         return
     module = federation.module
     state, reductions = dict(entries(module)), reductions_of(module, federation.strategy.rules)
-    for name, (value, reduction) in extra_of(federation).items():
+    for name, (value, reduction) in server_entries(federation.methods, module).items():
         state[name], reductions[name] = value, resolve(name, reduction)
     learnt = [*trainable(module)]
     frozen = frozen_parameters(module, reductions)
@@ -53,6 +49,21 @@ def begin_schedule(federation: Federation) -> None:
         federation.stream.plan, federation.participation, federation.strategy.local_epochs, *sizes, reductions
     )
     schedule.begin(deployment, current_round(module.trainer))
+
+
+def check_sums(federation: Federation) -> None:
+    """Raise ValueError if a method's sums of an experience would mix those of clients in different experiences."""
+    plan, full = federation.stream.plan, federation.participation.is_full
+    methods = [method for method in federation.methods if overrides(method, "contribute_experience")]
+    if methods and not full and len({*plan.experiences.values()}) > 1:
+        name = type(methods[0]).__name__
+        raise InvalidValueError(
+            f"Expected `participation=1.0` for `{name}` in a stream whose clients enter experiences in different "
+            f"rounds but got {federation.participation.clients}.",
+            hint="Use `participation=1.0`, or a scenario whose clients enter each experience together.",
+            argument="participation",
+            value=federation.participation.clients,
+        )
 
 
 def message_bytes(
@@ -162,9 +173,9 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
     if isinstance(federation.module, SolvesAtServer):
         federation.module.on_after_aggregation()
     if record.trained and federation.methods:
-        _take_turns(round, begun)
-    if any(overrides(method, "contribute_experience") for method in federation.methods):
-        federation.server.accepted |= dict.fromkeys(record.trained, round.number)
+        share = len(record.trained) / len(federation.stream.plan.clients)
+        round.method_round.take_turns(begun, share)
+    round.method_round.accept(record.trained)
     round.done = True
     record.skipped = [client for client in federation.stream.plan.clients if client in skipped]
     federation.participation.elect(record, federation.stream.plan.clients)
@@ -174,28 +185,6 @@ def aggregate(round: Round, skipped: Sequence[str]) -> None:
     if round.loose is not None:
         round.loose.go_on()
     federation.epoch_states.resume()
-
-
-@torch.no_grad()
-def _take_turns(round: Round, begun: State) -> None:
-    """What methods make of the server, one after the other."""
-    federation, server, state = round.federation, round.federation.server, entries(round.federation.module)
-    share = len(server.record.trained) / len(federation.stream.plan.clients)
-    ends = _ends(federation, round.number)
-    for method in federation.methods:
-        if overrides(method, "server_turn"):
-            draws = torch.Generator().manual_seed(seed_of(federation.seed, method.section, round.number))
-            kept = server.kept_for(method.section)
-            turn = Server(begun, state, kept, share, federation.module, draws, ends)
-            for name, value in method.server_turn(turn).items():
-                state[name].copy_(value)
-            server.extra.update({f"{method.section}.{name}": value for name, value in kept.items()})
-
-
-def _ends(federation: Federation, number: int) -> bool:
-    """Return whether the experience of some client ends with a round."""
-    plan = federation.stream.plan
-    return number + 1 == plan.rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())
 
 
 def _check_usable(federation: Federation, number: int) -> None:

@@ -130,7 +130,7 @@ def test_result_computed_after_each_round_equals_the_result_computed_once(fit, m
     trainers = []
     for looks_ahead in (True, False):
         if not looks_ahead:
-            monkeypatch.setattr("lightning_fcl.simulation.experience.returns", lambda *given, **more: False)
+            monkeypatch.setattr("lightning_fcl.methods.method_round.returns", lambda *given, **more: False)
         trainers.append(fit(small(make_task), make(), [method()], local_epochs=1))
     once, each = (trainer.strategy.server.store for trainer in trainers)
     for client in once:

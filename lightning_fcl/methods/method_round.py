@@ -1,0 +1,348 @@
+"""The calls of the functions of methods in one round, for each client and for the server.
+
+A federation and a plain Trainer, which is a federation of one client, both call the functions of methods here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.client_store import (
+    PROGRESS,
+    SENT,
+    WITHIN,
+    ClientState,
+    Memory,
+    enter_round,
+    has_result,
+    own_entries,
+    trained_rounds,
+    with_progress,
+)
+from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.federation.server import Extra, FederatedServer
+from lightning_fcl.methods.client import Client, Server
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
+from lightning_fcl.methods.experience import (
+    begins_experience,
+    declared,
+    history_of,
+    lasting,
+    next_round,
+    note_result,
+    noted,
+    receive,
+    result_of,
+    returns,
+    sections_of,
+    share_of,
+)
+from lightning_fcl.randomness import seed_of
+
+
+@dataclass(eq=False)
+class LocalRound:
+    """One client's round after its local training.
+
+    Args:
+        part: The client's part in the round.
+        received: The state that the client started from.
+        kept: The client state before the round.
+        entered: The client state at the start of the round, see `enter_round`.
+        steps: Number of optimizer steps.
+        state: The client's state after local training.
+        memories: The state of each method after local training.
+        samples: Returns the client's samples of the round, stacked.
+    """
+
+    part: ClientRound
+    received: State
+    kept: ClientState
+    entered: ClientState
+    steps: int
+    state: State
+    memories: Sequence[Memory]
+    samples: Callable[[], Any]
+
+    def data(self, method: Declaration) -> Any:
+        """Return the samples of the round; None if a method does not need them."""
+        return self.samples() if method.needs.samples else None
+
+
+@dataclass(eq=False)
+class MethodRound:
+    """The calls of the functions of methods in one round.
+
+    Args:
+        number: Number of the round, from 0.
+        module: The module that the Trainer trains.
+        methods: The methods among the Trainer's callbacks.
+        stream: The stream.
+        server: The server, which keeps the state of the clients and of the methods.
+        seed: Seed of the draws of methods.
+        is_full: Whether all clients train in every round.
+        looks_ahead: Whether a result for an experience is left to the client's next round if that is sure to come.
+    """
+
+    number: int
+    module: L.LightningModule
+    methods: Sequence[Declaration]
+    stream: FederatedStream
+    server: FederatedServer
+    seed: int
+    is_full: bool = True
+    looks_ahead: bool = True
+    _shares: dict[tuple[str, str], Memory] = field(init=False, default_factory=dict)  # of clients and methods
+
+    @property
+    def _rounds(self) -> int:
+        """Number of rounds of the fit."""
+        return self.module.trainer.max_epochs or 0
+
+    # Download.
+
+    def server_entries(self) -> Extra:
+        """Return what the server keeps for methods in the round. Remove what no client needs any more."""
+        extra, begins = server_entries(self.methods, self.module), begins_experience(self.stream.plan, self.number)
+        for method in self.methods:
+            kept = self.server.kept_for(method.section)
+            last = lasting(method, kept) if begins else kept
+            for name in (f"{method.section}.{name}" for name in kept):
+                if name not in extra or name.removeprefix(f"{method.section}.") not in last:
+                    del self.server.extra[name]
+        return extra
+
+    def receive(self, part: ClientRound, received: State, entered: ClientState) -> list[Memory]:
+        """Return the state of each method with which a client starts a round, from a received state and its own."""
+        device, memories = self.module.device, []
+        for method in self.methods:
+            client = client_of(method, self.module, entered.get(method.section, {}), received, part)
+            self._set_history(method, client, entered)
+            memories.append(_moved(receive(method, client), device))
+        return memories
+
+    def _set_history(self, method: Declaration, client: Client, kept: ClientState) -> None:
+        if tracks_rounds(method):
+            client.set_history(partial(history_of, self.stream, client.part, kept))
+
+    # Upload.
+
+    def ended(self, method: Declaration, client: LocalRound, memory: Memory) -> Client:
+        """Return a client after its local training, as a method sees it."""
+        seen = client_of(method, self.module, memory, client.received, client.part)
+        seen.steps = client.steps
+        self._set_history(method, seen, client.kept)
+        return seen
+
+    @property
+    def uploads(self) -> bool:
+        """Whether a method uploads something in place of the client's state."""
+        return any(overrides(method, "upload") for method in self.methods)
+
+    def upload(self, client: LocalRound) -> State:
+        """Return what a client uploads in place of its state."""
+        state = client.state
+        for method, memory in zip(self.methods, client.memories, strict=True):
+            if overrides(method, "upload") and method.applies_to(client.part):
+                state = method.upload(self.ended(method, client, memory), state)
+        return state
+
+    def contribute(self, client: LocalRound) -> State:
+        """Return what a client uploads to the entries that the server keeps for methods, each of the entry's shape."""
+        sent = self._nothing
+        for method, memory in zip(self.methods, client.memories, strict=True):
+            receives = any(name.startswith(f"{method.section}.") for name in self._nothing)
+            if not (receives and method.applies_to(client.part)):
+                continue
+            seen = self.ended(method, client, memory)
+            own = _lasting(client.state, client.received, self.server.reductions)
+            given = method.contribute(seen, own, client.data(method))
+            if overrides(method, "contribute_experience"):
+                given = {**given, **self._share(method, client, seen, own)}
+            if given:
+                sent = {**sent, **{f"{method.section}.{n}": v.to(self.module.device) for n, v in given.items()}}
+        return sent
+
+    @cached_property
+    def _nothing(self) -> State:
+        """What a client uploads that contributes nothing."""
+        rules, kept = self.server.reductions, self.server.extra
+        return {name: rules[name].nothing(kept[name]) for name in kept if name in rules and rules[name].up}
+
+    def _share(self, method: Declaration, client: LocalRound, seen: Client, own: State) -> State:
+        """Return what a client uploads to the sums of its experience."""
+        part, rounds = client.part, self.stream.plan.rounds  # the same for a fit that ends earlier and is resumed
+        if self.is_full and returns(self.stream, part, rounds, accumulates=True):
+            return {}
+        earlier = client.entered.get(method.section + SENT, {})
+        found = share_of(method, seen, own, client.data(method), earlier)
+        if found is None:
+            return {}
+        if next_round(self.stream, part, rounds) is not None:
+            self._shares[part.client, method.section] = found[1]
+        return found[0]
+
+    # End of a client's round.
+
+    def end(self, client: LocalRound, missed: bool = False) -> ClientState:
+        """Return what a client keeps for methods after its round.
+
+        Args:
+            client: The client.
+            missed: Whether the server has not received the client's upload.
+        """
+        kept: ClientState = {}
+        for method, memory in zip(self.methods, client.memories, strict=True):
+            if remembers(method, client.part):
+                kept |= self._sections(method, client, memory, missed)
+        if any(map(tracks_rounds, self.methods)):
+            kept[PROGRESS] = with_progress(client.kept, client.part.round, client.part.experience)
+            for method in self.methods:
+                if method.section + WITHIN in kept:
+                    note_result(kept, method.section)
+        return kept
+
+    def _sections(self, method: Declaration, client: LocalRound, memory: Memory, missed: bool) -> ClientState:
+        """Return the sections that a client keeps for a method after its local training."""
+        at_round, at_experience = overrides(method, "end_round"), overrides(method, "end_experience")
+        part, state, result = client.part, client.state, None
+        may_end = (at_round or at_experience) and not self._returns(part, method.accumulates)
+        ends = may_end and at_experience
+        if at_round or ends:
+            seen, data = self.ended(method, client, memory), client.data(method)
+            seen.missed, seen.may_end = missed, may_end
+        if at_round:
+            seen.memory = memory = noted(method, seen, method.end_round(seen, state, data))
+        if ends:
+            earlier = client.kept[method.section] if has_result(client.kept, method.section) else {}
+            result = result_of(method, seen, state, data, earlier)
+            if next_round(self.stream, part, self.stream.plan.rounds) is None:
+                return {method.section: result}
+        share = self._shares.pop((part.client, method.section), None)
+        return sections_of(method, memory, result, share, client.entered)
+
+    def _returns(self, part: ClientRound, accumulates: bool) -> bool:
+        """Return whether the client's next round is sure to replace a result for the experience."""
+        return self.looks_ahead and self.is_full and returns(self.stream, part, self._rounds, accumulates)
+
+    def end_dropped(self, client: LocalRound) -> None:
+        """Let a client whose upload is dropped keep the experience, if a result was left to this round."""
+        if self.looks_ahead and next_round(self.stream, client.part, self._rounds) is None:
+            found = self._finish_experience(client.part, client.kept, client.received)
+            if found is not None:
+                self.server.store[client.part.client] = found
+
+    # End of the round, and of a fit.
+
+    @torch.no_grad()
+    def take_turns(self, begun: State, share: float) -> None:
+        """Let methods change the server's model in the module, one after the other.
+
+        Args:
+            begun: The server's state when the round began, with what the server kept for methods.
+            share: Share of the stream's clients whose uploads were accepted, above 0.
+        """
+        state, ends = entries(self.module), _ends(self.stream, self.number)
+        for method in self.methods:
+            if overrides(method, "server_turn"):
+                draws = torch.Generator().manual_seed(seed_of(self.seed, method.section, self.number))
+                kept = self.server.kept_for(method.section)
+                turn = Server(begun, state, kept, share, self.module, draws, ends)
+                for name, value in method.server_turn(turn).items():
+                    state[name].copy_(value)
+                self.server.extra.update({f"{method.section}.{name}": value for name, value in kept.items()})
+
+    def accept(self, clients: Iterable[str]) -> None:
+        """Note the clients whose uploads of the round were accepted, if a method has sums of experiences."""
+        if any(overrides(method, "contribute_experience") for method in self.methods):
+            self.server.accepted |= dict.fromkeys(clients, self.number)
+
+    def _finish_experience(self, part: ClientRound, kept: ClientState, own: State) -> ClientState | None:
+        """Return a client's state with the results that were left to a later round of the experience.
+
+        With full participation a result is computed once. If the client's last upload is dropped, or the fit stops
+        within the experience, the result is computed from the state that the client has then. None if no result is
+        missing.
+        """
+        if PROGRESS not in kept or int(kept[PROGRESS]["experience"]) != part.experience:
+            return None
+        missing = [
+            method
+            for method in self.methods
+            if overrides(method, "end_experience") and remembers(method, part) and not has_result(kept, method.section)
+        ]
+        if not missing:
+            return None
+        found = {**kept, PROGRESS: {**kept[PROGRESS]}}
+        reads = any(method.needs.samples for method in missing)
+        data = self.stream.client_samples(part.client, part.round, self.seed) if reads else None
+        for method in missing:
+            memory = kept.get(method.section, {})
+            client = client_of(method, self.module, memory, own, part)
+            self._set_history(method, client, kept)
+            result = result_of(method, client, own, data if method.needs.samples else None, {})
+            found |= sections_of(method, memory, result, None, kept)
+            note_result(found, method.section)
+        return found
+
+    def finish_stopped(self, clients: Iterable[str], rounds: int) -> None:
+        """End the experiences of clients of a fit that was stopped after ``rounds`` rounds, before its last one."""
+        store, device = self.server.store, self.module.device
+        for client in clients:
+            kept = store[client]
+            trained = [number for number in trained_rounds(kept) if number < rounds]
+            if trained:
+                part = self.stream.client_round(client, trained[-1])
+                if next_round(self.stream, part, self.stream.plan.rounds) is None:
+                    continue
+                own = {**entries(self.module), **own_entries(kept, device)}
+                if (found := self._finish_experience(part, kept, own)) is not None:
+                    store[client] = found
+
+
+def server_entries(methods: Sequence[Declaration], module: L.LightningModule) -> Extra:
+    """Return what the server keeps for methods beside the entries of the module, with first values and reductions."""
+    extra: dict[str, tuple[Tensor, Reduction | str]] = {}
+    for method in methods:
+        kept = method.server_state(module)
+        for name, reduction in declared(method, kept).items():
+            extra[f"{method.section}.{name}"] = kept[name].to(module.device), reduction
+    return extra
+
+
+def entered_state(server: FederatedServer, part: ClientRound, kept: ClientState) -> ClientState:
+    """Return a client's state at the start of a round, from what the client keeps."""
+    return enter_round(kept, part.experience, server.accepted.get(part.client, -1)) if kept else kept
+
+
+def client_before(server: FederatedServer, module: L.LightningModule, method: Declaration, part: ClientRound) -> Client:
+    """Return a client before a round, as a method sees it: the client has received nothing."""
+    memory = entered_state(server, part, server.store[part.client]).get(method.section, {})
+    return client_of(method, module, memory, part=part)
+
+
+def _ends(stream: FederatedStream, number: int) -> bool:
+    """Return whether the experience of some client ends with a round."""
+    plan = stream.plan
+    return number + 1 == plan.rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())
+
+
+def _lasting(own: State, received: State, reductions: Mapping[str, Reduction]) -> State:
+    """Return a trained client's state without its changes of entries that the server keeps, such as `fixed` ones."""
+    kept = {n for n in own if n in reductions and not (reductions[n].up or reductions[n].own)}
+    return {n: received[n] if n in kept else value for n, value in own.items()} if kept else own
+
+
+def _moved(memory: Memory, device: torch.device) -> Memory:
+    """Return a client state on a device. A client state from a disk or a checkpoint is on the CPU."""
+    return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
