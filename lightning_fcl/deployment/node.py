@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,7 +57,7 @@ from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.io.atomic import locked, write_whole
 from lightning_fcl.io.paths import cache_folder, inside
 from lightning_fcl.io.reading import read_note
-from lightning_fcl.simulation.cohort import planned
+from lightning_fcl.simulation.cohort import Cohort, planned
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.isolation import Isolation
 from lightning_fcl.simulation.round import Round
@@ -137,6 +138,74 @@ def log_error(error: Exception, sender: str) -> None:
     log.error("Could not answer the server's message to %s: %s", sender, error, exc_info=unexpected)
 
 
+class NodeRound(Round):
+    """A node's part in a round: one client trains, and its upload is the node's answer to the server.
+
+    Args:
+        client: The client.
+        head: The settings of the round, from the server's message.
+        names: Names of the tensors that the server has sent.
+        federation: The federation.
+    """
+
+    def __init__(self, client: str, head: Mapping[str, Any], names: Collection[str], federation: Federation) -> None:
+        federation.isolation = Isolation(type(federation.module).__name__)  # no other client trains in this process
+        self._client, self._head, self._names = client, head, names
+        self.trained, self.answer = ClientRounds.of([]), dict[str, Tensor]()
+        super().__init__(federation, looks_ahead=False)
+
+    def plan_groups(self) -> list[Cohort]:
+        """Plan the batches of the client, if it has enough samples."""
+        federation = self.federation
+        if self._client not in federation.participation.candidates(federation.stream.plan, self.number):
+            return []
+        return planned(federation, [[self._client]], self.number)
+
+    def train_clients(self, cohort: Cohort | None) -> Generator[Any, None, None]:
+        """Train the client with the server's settings of the optimizers."""
+        if cohort is not None:
+            self._check_received()
+            groups = [group for optimizer in self.federation.optimizers for group in optimizer.param_groups]
+            for group, values in zip(groups, self._head["optimizer"], strict=True):  # as the server's schedulers do
+                own = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+                group.update(own)
+        yield from super().train_clients(cohort)
+
+    def send(self, clients: ClientRounds, states: State) -> list[bool]:
+        """Keep the upload for the answer to the server, if its values are finite."""
+        server = self.federation.server
+        self.trained, (taken, _) = clients, server.check(clients, states, {})
+        if all(taken):
+            up = {name: states[name] for name, reduction in server.reductions.items() if reduction.up}
+            coded, _ = server.code(clients.clients, up)
+            self.answer.update({name: value[0].detach().clone() for name, value in {**up, **coded}.items()})
+        return taken
+
+    def aggregate(self) -> None:
+        """Leave the aggregation to the server."""
+        self.cohort, self.done = None, True
+
+    def finish(self) -> None:
+        """End the fit: the next round comes with another message."""
+        self.federation.module.trainer.should_stop = True
+
+    def _check_received(self) -> None:
+        """Raise RefusedError if a tensor of the recipe's model, or of the client's state, is not there."""
+        server, received = self.federation.server, self._names
+        if lost := [name for name in self._head["kept"] if name not in received]:
+            raise RefusedError(
+                f"Expected client {self._client} to keep {quoted(lost)} but it did not. The server sends it again.",
+                code=LOST_STATE,
+            )
+        down = [name for name, of in server.reductions.items() if of.down and not of.once]
+        if missing := [name for name in down if name not in received]:
+            raise RefusedError(
+                f"Expected the server to send {quoted(missing)} of this recipe's model but it did not.",
+                hint="Deploy the same recipe on all machines.",
+                code="other-model",
+            )
+
+
 def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[str, Any]) -> Parcel:
     """Train the only client of a stream in a round, in a Trainer's fit of one epoch, as a simulation trains it.
 
@@ -151,58 +220,11 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     """
     server, (client,) = _receive(parts, state, memories), parts.stream.plan.clients
     server.accepted = {client: int(head["accepted"])}
-    trained, upload = ClientRounds.of([]), dict[str, Tensor]()
-
-    def send(clients: ClientRounds, states: State) -> list[bool]:
-        nonlocal trained
-        trained, (taken, _) = clients, server.check(clients, states, {})
-        if all(taken):
-            up = {name: states[name] for name, reduction in server.reductions.items() if reduction.up}
-            coded, _ = server.code(clients.clients, up)
-            upload.update({name: value[0].detach().clone() for name, value in {**up, **coded}.items()})
-        return taken
-
-    received = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
-
-    def work(round: Round) -> Generator[Any, None, None]:
-        if lost := [name for name in head["kept"] if name not in received]:
-            raise RefusedError(
-                f"Expected client {client} to keep {quoted(lost)} but it did not. The server sends it again.",
-                code=LOST_STATE,
-            )
-        down = [name for name, of in server.reductions.items() if of.down and not of.once]
-        if missing := [name for name in down if name not in received]:
-            raise RefusedError(
-                f"Expected the server to send {quoted(missing)} of this recipe's model but it did not.",
-                hint="Deploy the same recipe on all machines.",
-                code="other-model",
-            )
-        groups = [group for optimizer in round.federation.optimizers for group in optimizer.param_groups]
-        for group, values in zip(groups, head["optimizer"], strict=True):  # as the server's schedules have them
-            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-        yield from round.train(round.cohorts.popleft(), send)
-        round.cohort, round.done = None, True  # bringing uploads together is the server's part
-        round.federation.module.trainer.should_stop = True
-
-    number = int(head["round"])
-    parts.strategy.cohort_size = 1
-
-    def skip(round: Round) -> Generator[Any, None, None]:
-        round.done = round.federation.module.trainer.should_stop = True
-        yield None
-
-    def can_train() -> bool:
-        return client in parts.strategy.federation.participation.candidates(parts.stream.plan, number)
-
-    def new_round(federation: Federation) -> Round:
-        federation.isolation = Isolation(type(parts.module).__name__)  # no other client trains in this process
-        if not can_train():
-            return Round(federation, (), skip)
-        return Round(federation, planned(federation, [[client]], number), work, looks_ahead=False)
-
-    parts.strategy.new_round = new_round
+    names = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
+    number, strategy = int(head["round"]), parts.strategy
+    strategy.cohort_size, strategy.new_round = 1, partial(NodeRound, client, head, names)
     trainer = L.Trainer(
-        strategy=parts.strategy,
+        strategy=strategy,
         callbacks=parts.callbacks,
         max_epochs=int(head["max_epochs"]),
         logger=False,
@@ -216,9 +238,11 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     progress: Any = trainer.fit_loop.epoch_progress.current
     progress.ready = progress.started = progress.processed = progress.completed = number
     trainer.fit(parts.module, datamodule=parts.stream)
-    if not can_train():
+    done = strategy.round
+    assert isinstance(done, NodeRound)
+    if client not in strategy.federation.participation.candidates(parts.stream.plan, number):
         return Parcel({"samples": 0})
-    record = server.record
+    record, upload, trained = server.record, done.answer, done.trained
     if once := kept_once(server.extra, server.reductions):
         server.store.remember(client, RECEIVED, once)
     server.store.sync()

@@ -48,9 +48,9 @@ from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.running.federated_cli import FederatedCLI, as_list
 from lightning_fcl.running.fit import run
 from lightning_fcl.running.recipe import Recipe
+from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.round import Round
-from lightning_fcl.simulation.simulated import aggregate
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
 if TYPE_CHECKING:
@@ -114,6 +114,42 @@ class Identity(Callback):
         self.behind.update(state_dict.get("behind", {}))
 
 
+class ServerRound(Round):
+    """A round of a deployment's server, whose clients train on the nodes.
+
+    Args:
+        nodes: The nodes.
+        federation: The federation.
+    """
+
+    def __init__(self, nodes: Nodes, federation: Federation) -> None:
+        super().__init__(federation)
+        self._nodes = nodes
+
+    def plan_groups(self) -> list[Cohort]:
+        """Return no groups, because no client trains in this process."""
+        return []
+
+    def train_clients(self, cohort: Cohort | None) -> Generator[Any, None, None]:
+        """Send the sampled clients the server's state, and accumulate their uploads. Yield one empty batch."""
+        federation = self.federation
+        if federation.isolation is not None:
+            federation.isolation.refuse_gathered()
+        self._began = time.monotonic()
+        drawn, self.skipped = federation.participation.draw(federation.stream.plan, self.number)
+        self._counts = self._nodes.gather(self, drawn), len(drawn)
+        federation.strategy.counters.count_steps(1)
+        yield None
+
+    def finish(self) -> None:
+        super().finish()
+        rounds, seconds = self.federation.module.trainer.max_epochs, time.monotonic() - self._began
+        log.info(
+            "Round %d ended with uploads of %d of %d clients after %.1f s. The run has %s rounds.",
+            *(self.number, *self._counts, seconds, rounds),
+        )
+
+
 class Nodes:
     """The nodes of a deployment, which train the clients of a server's rounds.
 
@@ -129,22 +165,21 @@ class Nodes:
         waits = terms.round_seconds, terms.join_seconds
         self.members = Members(link, recipe, *waits, self.identity.claimed, terms.registered_keys)
 
-    def round(self, federation: Federation) -> Round:
-        """The round at hand; its only batch is None, which comes when the nodes have trained."""
-        return Round(federation, (), self._run)
+    def gather(self, round: Round, drawn: Sequence[str]) -> int:
+        """Send the sampled clients the server's state, and accumulate their uploads.
 
-    def _run(self, round: Round) -> Generator[None, None, None]:
-        """Send the clients of a round the server's state, take in what they answer, and bring it together."""
-        federation, server, plan = round.federation, round.federation.server, round.federation.stream.plan
-        if federation.isolation is not None:
-            federation.isolation.refuse_gathered()
-        drawn, skipped = federation.participation.draw(plan, round.number)
+        Returns:
+            The number of uploads that count.
+
+        Raises:
+            InvalidStateError: If too few clients answer.
+        """
+        federation, server = round.federation, round.federation.server
         # The module's entries from which clients start and which do not travel.
         of = {n: rule for n, rule in server.reductions.items() if n not in server.extra}
         held = {n: server.state[n] for n, rule in of.items() if not (rule.down or rule.up)}
         hello = {**self._head(round), "kind": "hello", "held": sorted(held)}
-        self.members.begin_round(hello, digest(held), plan.clients)
-        began = time.monotonic()
+        self.members.begin_round(hello, digest(held), federation.stream.plan.clients)
         log.info("Round %d began with %d sampled clients.", round.number, len(drawn))
 
         def take(client: str, answer: RecordDict, sent: Mapping[str, Any]) -> bool:
@@ -152,7 +187,7 @@ class Nodes:
                 _drop(round, client, "a second answer, which does not count")
                 return True
             try:
-                return self._take(round, client, answer, sent, len(drawn), skipped)
+                return self._take(round, client, answer, sent, len(drawn), round.skipped)
             except RefusedError as error:
                 if error.code == OTHER_ROUND:
                     self.identity.behind[client] = round.number
@@ -174,14 +209,7 @@ class Nodes:
             )
         if counted < needed:
             log.warning("%s). It goes on with these.", fewer)
-        federation.strategy.counters.count_steps(1)
-        yield None
-        aggregate(round, skipped)
-        rounds, seconds = federation.module.trainer.max_epochs, time.monotonic() - began
-        log.info(
-            "Round %d ended with uploads of %d of %d clients after %.1f s. The run has %s rounds.",
-            *(round.number, counted, len(drawn), seconds, rounds),
-        )
+        return counted
 
     def close(self, out: Path) -> None:
         """Log that the run has ended.
@@ -348,7 +376,7 @@ def serve(
             strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
             strategy.server.compression = None  # uploads come as the server decodes them
             strategy.server.largest_update = terms.largest_update
-            strategy.new_round = nodes.round
+            strategy.new_round = partial(ServerRound, nodes)
             callbacks.append(nodes.identity)
             if has_own:
                 callbacks.append(LastCheckpoint(out / LAST))

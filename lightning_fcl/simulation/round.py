@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
@@ -17,7 +18,7 @@ from lightning_fcl.federation.aggregation import State, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
-from lightning_fcl.federation.protocol import ListensToClients, LooksAtClients
+from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, LooksAtClients, SolvesAtServer
 from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
@@ -26,46 +27,39 @@ from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.method_round import LocalRound, MethodRound, entered_state
 from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.cohort import Cohort, planned
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.hook_calls import find_users
+from lightning_fcl.simulation.hook_calls import find_users, skip_batch_end
 from lightning_fcl.simulation.isolation import isolation_of
 from lightning_fcl.simulation.limits import check_optimizers, require_begun
+from lightning_fcl.simulation.simulated import check_usable, record_time
 
 log = logging.getLogger(__name__)
 
-Send = Callable[[ClientRounds, State], list[bool]]
-"""Takes what clients send, every entry of shape (clients, ...), and says whether each one's is of use."""
-
-Work = Callable[["Round"], Generator[Any, None, None]]
-"""What is done in a round that has begun."""
-
 
 class Round:
-    """The batches of a round, which is an epoch: between them clients begin and end, and the server at the end.
+    """The batches of a round, which is one epoch of the Trainer. `run` is the round from top to bottom.
 
-    Its length is known, so that Lightning asks for a batch when it has done with the one before. When the last batch of
-    a cohort is done, `FitHooks` resumes the generator, which uploads, before other hooks see the end of the batch.
+    The length is known, so Lightning asks for a batch when the batch before is done. After the last batch of a group of
+    clients `FitHooks` calls `resume`, which uploads, before other hooks see the end of the batch.
+
+    This class is the round of a simulation. The server and the nodes of a deployment replace some of its steps.
 
     Args:
-        federation: The federation, whose round at hand it is.
-        cohorts: The clients that train in this process, some at a time.
-        work: All that is done in the round once it has begun. It yields the batches, and None where there are none:
-            after each cohort but the last one, for `resume`, and in place of cohorts.
+        federation: The federation.
         looks_ahead: Whether a result for an experience is left to the client's next round if that is sure to come.
     """
 
-    def __init__(self, federation: Federation, cohorts: Iterable[Cohort], work: Work, looks_ahead: bool = True) -> None:
+    def __init__(self, federation: Federation, looks_ahead: bool = True) -> None:
         self.federation = federation
         self.number = current_round(federation.module.trainer)
-        self.cohorts = deque(cohorts)  # those that are yet to train
+        self.skipped: list[str] = []  # sampled clients without data, or with too few samples to train on
         self.cohort: Cohort | None = None  # the clients that train now, or have done so last
         self.done, self.settled = False, True
         before = federation.strategy.round
         self.loose: LooseState | None = before.loose if before is not None else None
         self.steps_before = 0  # the Trainer's, when the round began
         self.has_trained = False  # whether clients have trained on a batch of the round
-        self._work = work
         self.method_round = MethodRound(
             self.number,
             federation.module,
@@ -80,8 +74,12 @@ class Round:
         self._watched = False  # whether one of them looks at clients' states
         # Batches for the requests of the client groups. None: samples are in memory.
         self._read: Generator[Any, None, None] | None = None
-        self._batches = max(1, sum(map(len, self.cohorts)))
-        self._steps: Generator[Any, None, None] = self._run()
+        groups = self.plan_groups()
+        self._batches = max(1, sum(map(len, groups)))
+        # The clients that are yet to train. None: no client trains in this process.
+        self.cohorts: deque[Cohort | None] = deque(groups or (None,))
+        self._steps: Generator[Iterator[Any], None, None] = self.run()
+        self._training: Generator[Any, None, None] | None = None  # the batches of the current group
 
     @property
     def client_round(self) -> ClientRound | None:
@@ -109,37 +107,38 @@ class Round:
         return counters.batches if counters.shown else self._batches
 
     def __iter__(self) -> Iterator[Any]:
-        self._steps = self._run()
-        return self._steps
+        self._steps = self.run()
+        return itertools.chain.from_iterable(self._steps)
 
-    def _run(self) -> Generator[Any, None, None]:
-        self.begin()
+    def run(self) -> Generator[Iterator[Any], None, None]:
+        """Run the round. Yield the batches of each group of clients that trains at the same time, as an iterator."""
+        self.start()
         try:
-            if self.cohorts and self.federation.stream.samples.draws:
-                requests = (request for cohort in [*self.cohorts] for request in cohort.requests())
-                self._read = self.federation.stream.read(requests)
-            yield from self._work(self)
-        except BaseException:  # also where it is closed: a hook has failed, or stopped the fit
+            while self.cohorts:
+                self.cohort = self.cohorts.popleft()
+                self._training = self.train_clients(self.cohort)
+                yield self._training
+            self.aggregate()
+            self.finish()
+        except BaseException:  # also if the generator is closed: a hook has failed, or stopped the fit
             if not self.done:
-                self.abandon()
+                self.roll_back()
             raise
         finally:
+            if self._training is not None:
+                self._training.close()
             if self._read is not None:
                 self._read.close()  # torch waits seconds for workers that the garbage collector ends
                 self._read = None
 
-    def train(self, cohort: Cohort, send: Send) -> Iterator[Any]:
-        """What some clients do in the round, wherever they are: they receive, train, send, and keep what is theirs."""
-        self.cohort = cohort
-        self.download(cohort)
-        yield from cohort.batches(self._read)
-        self.upload(cohort, send)
-
     def resume(self) -> None:
-        """After a batch: if it was the last of its cohort, go on with the upload, and after the last one aggregate."""
+        """Continue after a batch if it is the last one of its group: upload, and after the last group aggregate."""
         self.has_trained = True
         if self.last_batch:
-            next(self._steps, None)
+            if self._training is not None:
+                next(self._training, None)
+            if not self.cohorts:
+                next(self._steps, None)
             self.federation.strategy.use_optimizer()
 
     def settle(self) -> None:
@@ -152,8 +151,25 @@ class Round:
             self.federation.strategy.use_optimizer()
             self.settled = True
 
-    def begin(self) -> None:
-        """Before the clients: what a hook has changed in the module since the last round is the server's."""
+    # The steps of a round.
+
+    def plan_groups(self) -> Sequence[Cohort]:
+        """Sample the clients of the round, and plan the batches of those that train in this process."""
+        federation, number, plan = self.federation, self.number, self.federation.stream.plan
+        if number >= (federation.module.trainer.max_epochs or 0):  # of a finished fit that is continued
+            return []
+        names, self.skipped = federation.participation.draw(plan, number)
+        samples = {client: len(plan.train[number][client]) for client in names}
+        size = federation.trainer.clients_at_once
+        if size > 1:  # like lengths together, so that little is padded and few wait for others
+            names = sorted(names, key=lambda client: -samples[client])
+        groups = [names[start : start + size] for start in range(0, len(names), size)]
+        if federation.placement is not None and federation.strategy.ranks.number > 1:
+            groups = [groups[place] for place in federation.placement.place(groups, samples)]
+        return planned(federation, groups, number)
+
+    def start(self) -> None:
+        """Take the module's state as the server's, with what hooks have changed since the last round."""
         federation = self.federation
         check_optimizers(federation)
         self.steps_before = federation.module.trainer.global_step
@@ -171,10 +187,63 @@ class Round:
         self._watched = any(
             not isinstance(one, LooksAtClients) or one.looks_at_clients(federation.module) for one in self._listeners
         )
+        if federation.stream.samples.draws:
+            requests = (request for cohort in [*self.cohorts] if cohort is not None for request in cohort.requests())
+            self._read = federation.stream.read(requests)
         self.done = self.settled = False
 
-    def abandon(self) -> None:
-        """The round is cut short: no client's model stands in for the server's."""
+    def train_clients(self, cohort: Cohort | None) -> Generator[Any, None, None]:
+        """Train a group of clients: they download, train on their batches, and upload.
+
+        Args:
+            cohort: The clients. None: no client trains in this process. The round then has one empty batch.
+        """
+        if self.federation.isolation is not None:
+            self.federation.isolation.warn()
+        if cohort is None:
+            with _without_batch_hooks(self.federation):
+                yield None
+            return
+        self.download(cohort)
+        yield from cohort.batches(self._read)
+        self.upload(cohort)
+
+    def aggregate(self) -> None:
+        """Aggregate the uploads, and put the server's new state into the module."""
+        federation, server = self.federation, self.federation.server
+        self.cohort = None
+        federation.strategy.local_steps.end_round(federation.optimizers, ranks=self.placement.ranks)
+        federation.epoch_states.leave()
+        if self.loose is not None:
+            self.loose.end_clients()
+        self.placement.meet(server)
+        federation.strategy.counters.step_together(self.placement.ranks, self.steps_before)
+        record_time(federation, self.number)
+        check_usable(federation, self.number)
+        received = server.state
+        load_entries(federation.module, server.finish_round())
+        if isinstance(federation.module, SolvesAtServer):
+            federation.module.on_after_aggregation()
+        if server.record.trained and federation.methods:
+            share = len(server.record.trained) / len(federation.stream.plan.clients)
+            self.method_round.take_turns(received, share)
+        self.method_round.accept(server.record.trained)
+        self.done = True
+
+    def finish(self) -> None:
+        """Complete the round's record, and call the callbacks that follow rounds."""
+        federation, record = self.federation, self.federation.server.record
+        record.skipped = [client for client in federation.stream.plan.clients if client in self.skipped]
+        federation.participation.elect(record, federation.stream.plan.clients)
+        for listener in methods_first(federation):
+            if isinstance(listener, ListensToRounds):
+                listener.on_round_end(federation.module.trainer, federation.module)
+        if self.loose is not None:
+            self.loose.go_on()
+        federation.epoch_states.resume()
+
+    def roll_back(self) -> None:
+        """Restore the states of the server and the clients from before the round, which is cut short."""
         federation = self.federation
         if self.has_trained or self.number:  # otherwise the fit has changed nothing yet
             log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
@@ -187,8 +256,10 @@ class Round:
         load_entries(federation.module, federation.server.state)
         federation.server.store.undo_round()
 
+    # The steps of a group of clients.
+
     def download(self, cohort: Cohort) -> None:
-        """Step 1: the clients receive the server's state, and remember what they have kept."""
+        """Give the clients the server's state, and the states that they have kept."""
         federation, clients = self.federation, cohort.clients
         federation.strategy.counters.begin(federation.module.trainer, cohort)
         self.placement.begin()
@@ -208,8 +279,17 @@ class Round:
         federation.epoch_states.enter(self.placement.order.get(clients.clients[0], 0))
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
-    def upload(self, cohort: Cohort, send: Send) -> None:
-        """Step 3: each client sends its state, and keeps what stays with it."""
+    def send(self, clients: ClientRounds, states: State) -> list[bool]:
+        """Send the uploads of clients to the server. Return whether the server has accepted each one.
+
+        Args:
+            clients: The clients.
+            states: Their uploads, every tensor of shape (clients, ...).
+        """
+        return self.federation.server.upload(clients, states)
+
+    def upload(self, cohort: Cohort) -> None:
+        """Send the clients' uploads, and keep what stays with the clients."""
         federation, clients, participation = self.federation, cohort.clients, self.federation.participation
         trained = federation.trainer.finish()
         self.placement.took(clients)
@@ -220,7 +300,7 @@ class Round:
             sent = stack([self.method_round.upload(client) for client in ended])
         if federation.methods:
             sent = {**sent, **stack([self.method_round.contribute(client) for client in ended])}
-        arrived = _in_reach(send, federation.server.record, clients, sent, missed)
+        arrived = _in_reach(self.send, federation.server.record, clients, sent, missed)
         _name_diverged(federation.server.record, clients, trained, arrived)
         personal = federation.server.personal or participation.swarm is not None
         keeping = bool(federation.methods) or federation.strategy.keep_optimizer or personal
@@ -256,7 +336,11 @@ def methods_first(federation: Federation) -> list[Callback]:
 
 
 def _in_reach(
-    send: Send, record: RoundRecord, clients: ClientRounds, states: State, missed: Sequence[bool]
+    send: Callable[[ClientRounds, State], list[bool]],
+    record: RoundRecord,
+    clients: ClientRounds,
+    states: State,
+    missed: Sequence[bool],
 ) -> list[bool]:
     """Send the states of those in reach; whether each client's state is one to go on with."""
     if not any(missed):
@@ -295,3 +379,16 @@ def _loose_state(federation: Federation, before: LooseState | None) -> LooseStat
             type(federation.module).__name__,
         )
     return loose
+
+
+@contextmanager
+def _without_batch_hooks(federation: Federation) -> Iterator[None]:
+    """Temporarily call no `on_train_batch_end` of users: a process without clients has no batch in the round."""
+    module = federation.module
+    trainer, callbacks = module.trainer, callbacks_of(module.trainer)
+    trainer.callbacks = callbacks[:1]  # type: ignore[attr-defined]  # `FitHooks`, which resumes the round
+    skip_batch_end(module)
+    try:
+        yield
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]

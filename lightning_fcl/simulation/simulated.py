@@ -1,39 +1,28 @@
-"""A simulation's round: who trains in this process, what comes together of it, and what a rehearsed clock says."""
+"""Parts of a round at the server: the simulated clock, and the check for usable uploads."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping
 
-from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.errors import InvalidValueError, listed
-from lightning_fcl.federation.aggregation import State, entries, frozen_parameters, load_entries, reductions_of, resolve
-from lightning_fcl.federation.protocol import ListensToRounds, SolvesAtServer
+from lightning_fcl.federation.aggregation import State, entries, frozen_parameters, reductions_of, resolve
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Deployment
 from lightning_fcl.federation.wire import DIVERGED, Compression
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.method_round import server_entries
-from lightning_fcl.simulation.cohort import planned
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.hook_calls import skip_batch_end
-from lightning_fcl.simulation.hooks import FitHooks
-from lightning_fcl.simulation.round import Round, methods_first
 
 
 def begin_schedule(federation: Federation) -> None:
-    """Begin the schedule, if there is one, with the stream and the sizes of messages.
+    """Start the schedule, if there is one, with the stream and the sizes of messages.
 
     Raises:
-        ValueError: If nobody has enough samples in a round, or sums of experiences need other clients.
+        ValueError: If sums of experiences need other clients.
     """
     check_sums(federation)
-    if federation.strategy.new_round is simulated:  # nodes of a deployment report in each round whether they can train
-        federation.participation.check_samples(federation.stream.plan, federation.module.trainer.max_epochs or 0)
     schedule, server = federation.participation.schedule, federation.server
     if schedule is None:
         return
@@ -96,99 +85,20 @@ def message_bytes(
     return down, up
 
 
-def record_time(federation: Federation) -> None:
-    """Write down what the clock says of the round: who was late, who was stale, and how long it took."""
+def record_time(federation: Federation, number: int) -> None:
+    """Record the simulated time of a round: late clients, staleness, and the duration."""
     schedule, record = federation.participation.schedule, federation.server.record
     if schedule is None:
         return
-    timed = schedule.timed(federation.round.number)
+    timed = schedule.timed(number)
     record.staleness, record.simulated_seconds = dict(timed.staleness), timed.seconds
     record.late = list(timed.late)
     for client in timed.late:  # which had received the server's state all the same
         record.download(client, schedule.deployment.download_bytes)
 
 
-def simulated(federation: Federation) -> Round:
-    """The round at hand, for which clients are drawn, and which of them train in this process."""
-    number, size = current_round(federation.module.trainer), federation.trainer.clients_at_once
-    if number >= (federation.module.trainer.max_epochs or 0):  # of a finished fit that is continued
-        return Round(federation, (), partial(_simulate, skipped=()))
-    plan = federation.stream.plan
-    names, skipped = federation.participation.draw(plan, number)
-    samples = {client: len(plan.train[number][client]) for client in names}
-    if size > 1:  # like lengths together, so that little is padded and few wait for others
-        names = sorted(names, key=lambda client: -samples[client])
-    cohorts = [names[start : start + size] for start in range(0, len(names), size)]
-    if federation.placement is not None and federation.strategy.ranks.number > 1:
-        cohorts = [cohorts[place] for place in federation.placement.place(cohorts, samples)]
-    return Round(federation, planned(federation, cohorts, number), partial(_simulate, skipped=skipped))
-
-
-def _simulate(round: Round, skipped: Sequence[str]) -> Generator[Any, None, None]:
-    """Train the clients, and aggregate their uploads."""
-    if round.federation.isolation is not None:
-        round.federation.isolation.warn()
-    if not round.cohorts:
-        with _without_batch_hooks(round.federation):
-            yield None
-    while round.cohorts:
-        yield from round.train(round.cohorts.popleft(), round.federation.server.upload)
-        if round.cohorts:
-            yield None
-    aggregate(round, skipped)
-
-
-@contextmanager
-def _without_batch_hooks(federation: Federation) -> Iterator[None]:
-    """Temporarily call no `on_train_batch_end` of users: a process without clients has no batch in the round."""
-    module = federation.module
-    trainer, callbacks = module.trainer, callbacks_of(module.trainer)
-    trainer.callbacks = [one for one in callbacks if isinstance(one, FitHooks)]  # type: ignore[attr-defined]
-    skip_batch_end(module)
-    try:
-        yield
-    finally:
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
-
-
-def aggregate(round: Round, skipped: Sequence[str]) -> None:
-    """Step 4: aggregate, put the server's state into the module, and end experiences.
-
-    Args:
-        skipped: Clients that were sampled but had no data, or too few samples to train on.
-    """
-    federation = round.federation
-    record = federation.server.record
-    round.cohort = None
-    federation.strategy.local_steps.end_round(federation.optimizers, ranks=round.placement.ranks)
-    federation.epoch_states.leave()
-    if round.loose is not None:
-        round.loose.end_clients()
-    round.placement.meet(federation.server)
-    federation.strategy.counters.step_together(round.placement.ranks, round.steps_before)
-    record_time(federation)
-    _check_usable(federation, round.number)
-    begun = federation.server.state
-    load_entries(federation.module, federation.server.finish_round())
-    if isinstance(federation.module, SolvesAtServer):
-        federation.module.on_after_aggregation()
-    if record.trained and federation.methods:
-        share = len(record.trained) / len(federation.stream.plan.clients)
-        round.method_round.take_turns(begun, share)
-    round.method_round.accept(record.trained)
-    round.done = True
-    record.skipped = [client for client in federation.stream.plan.clients if client in skipped]
-    federation.participation.elect(record, federation.stream.plan.clients)
-    for listener in methods_first(federation):
-        if isinstance(listener, ListensToRounds):
-            listener.on_round_end(federation.module.trainer, federation.module)
-    if round.loose is not None:
-        round.loose.go_on()
-    federation.epoch_states.resume()
-
-
-def _check_usable(federation: Federation, number: int) -> None:
-    """End a fit whose clients all send what is of no use."""
+def check_usable(federation: Federation, number: int) -> None:
+    """Raise ValueError if all uploads of a round were dropped and the strategy stops a fit then."""
     record = federation.server.record
     dropped = record.dropped
     if federation.strategy.stops_unusable and dropped and not (record.trained or record.missed or record.late):

@@ -52,7 +52,7 @@ from lightning_fcl.simulation.limits import (
 )
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.round import Round
-from lightning_fcl.simulation.simulated import begin_schedule, simulated
+from lightning_fcl.simulation.simulated import begin_schedule
 
 
 class FederatedStrategy(RanksStrategy):
@@ -153,7 +153,7 @@ class FederatedStrategy(RanksStrategy):
         self.clients_at_once = 1
         self.why_one_at_a_time: Obstacle | None = None
         self._seed = seed
-        self.new_round: Callable[[Federation], Round] = simulated
+        self.new_round: Callable[[Federation], Round] = Round
         self._hooks = FitHooks(self)
         self.schedules: list[LRSchedulerConfig] = []  # by step and by round, as a client's hooks see them
         self.counters = ClientCounters(self)
@@ -261,6 +261,9 @@ class FederatedStrategy(RanksStrategy):
                 self._fits = self.optimizers
                 self.clients_at_once = federation.trainer.clients_at_once
                 self.why_one_at_a_time = federation.why_one_at_a_time
+                if self.new_round is Round:  # nodes of a deployment report in each round whether they can train
+                    rounds = federation.module.trainer.max_epochs or 0
+                    federation.participation.check_samples(federation.stream.plan, rounds)
                 begin_schedule(federation)
                 check_ranks(federation, self.ranks.number)
                 check_alike(self.ranks, fingerprint_of(federation))
