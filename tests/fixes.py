@@ -128,6 +128,22 @@ def has_rounds(trainer, rounds=1):
 # Rows of a fit
 
 
+class SumsOnly(UploadTransform):
+    """A transform with which the server may see sums only."""
+
+    stage = Stage.MASK
+    sums_only = True
+
+
+class Halves(UploadTransform):
+    """A transform that halves the sums of a round."""
+
+    stage = Stage.NOISE
+
+    def on_sum(self, sums):
+        sums.values.update({name: value / 2 for name, value in sums.values.items()})
+
+
 def fit_one_round(lab, stream=None, task=None, **options):
     return has_rounds(lab.fit(task or lab.task(), stream or lab.stream(), max_epochs=1, **options))
 
@@ -594,17 +610,53 @@ ROWS |= {
         {"swarm": None},
         "Leave `swarm` or `schedule` out.",
     ),
-    "FedBuff beside compression": Row(
+    "FedBuff beside a mask": Row(
         lambda lab, **options: FederatedStrategy(**options),
-        {"schedule": FedBuff(Speeds(0.01), 2), "compression": TopK(0.1)},
-        {"compression": None},
-        "Leave `compression` out",
+        {"schedule": FedBuff(Speeds(0.01), 2), "upload_transforms": [SumsOnly()]},
+        {"upload_transforms": []},
+        "Leave it out",
     ),
-    "FedBuff beside compression, with a Deadline": Row(
-        fit_one_round,
-        {"schedule": FedBuff(Speeds(0.01), 2), "compression": TopK(0.1)},
+    "FedBuff beside a mask, with a Deadline": Row(
+        lambda lab, **options: FederatedStrategy(**options),
+        {"schedule": FedBuff(Speeds(0.01), 2), "upload_transforms": [SumsOnly()]},
         {"schedule": Deadline(Speeds(0.01))},
         "or use a `Deadline` as the `schedule`",
+    ),
+    "upload transforms in another order": Row(
+        lambda lab, transforms: FederatedStrategy(upload_transforms=transforms),
+        {"transforms": [SumsOnly(), TopK(0.1)]},
+        {"transforms": [Quantize()]},
+        "Change the order of the list.",
+    ),
+    "two compressions": Row(
+        lambda lab, transforms: FederatedStrategy(upload_transforms=transforms),
+        {"transforms": [TopK(0.1), Quantize()]},
+        {"transforms": [TopK(0.1)]},
+        "Remove all but one.",
+    ),
+    "compression beside a mask": Row(
+        lambda lab, **options: FederatedStrategy(**options),
+        {"compression": TopK(0.1), "upload_transforms": [SumsOnly()]},
+        {"compression": None},
+        "Leave `compression` out.",
+    ),
+    "compression of a reduction that cannot be compressed": Row(
+        lambda lab, **options: fit_one_round(lab, **options),
+        {"compression": TopK(0.1), "reductions": {"*": "sparse_mean"}},
+        {"reductions": {"*": "mean"}},
+        "Use another reduction",
+    ),
+    "compression of a reduction that cannot be compressed, without": Row(
+        lambda lab, **options: fit_one_round(lab, **options),
+        {"compression": TopK(0.1), "reductions": {"*": "sparse_mean"}},
+        {"compression": None},
+        "or leave `compression` out.",
+    ),
+    "a mask beside a median": Row(
+        lambda lab, **options: fit_one_round(lab, **options),
+        {"upload_transforms": [Halves()], "reductions": {"*": "median"}},
+        {"reductions": {"*": "mean"}},
+        "Use another reduction",
     ),
     "limit_train_batches beside a schedule, without": Row(
         fit_one_round,

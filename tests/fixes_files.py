@@ -25,13 +25,14 @@ from lightning_fcl.cli.jobs import Job, side_by_side
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.search import Search, trial_recipe
 from lightning_fcl.cli.tables import _named, run_rows
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, Online
 from lightning_fcl.data.split import Split
 from lightning_fcl.data.tables import Table
 from lightning_fcl.data.targets import check_names as check_class_names
 from lightning_fcl.data.targets import number_targets
-from lightning_fcl.deployment.answers import Limits, check_numbers, file_name_of
+from lightning_fcl.deployment.answers import Limits, Upload, decode_upload, file_name_of
 from lightning_fcl.deployment.messages import RefusedError, check_form, check_names, check_same
 from lightning_fcl.deployment.node import memories
 from lightning_fcl.deployment.outline import client_plan, outline_of, read_recipe
@@ -57,8 +58,9 @@ from lightning_fcl.evaluation.headline import time_to
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table as Results
 from lightning_fcl.evaluation.table import cells, read_table, write_table
-from lightning_fcl.federation.aggregation import BUILT_IN
+from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.io.atomic import occupied, write_whole
 from lightning_fcl.io.checkpoint import checkpoint_file, checkpoint_of_run, read_checkpoint
 from lightning_fcl.io.checksums import check_digest, read_sums, sha256
@@ -1394,7 +1396,10 @@ def serve_data(lab, scenario=None, data=True):
 def sent(lab, change, largest=1000.0, kind=torch.float32, rule="mean", clients=1):
     state = {"w": torch.ones(4).to(kind)}
     limits = Limits(10**6, 10, 10, largest, clients)
-    check_numbers({"w": change(state["w"])}, state, state, {"w": BUILT_IN[rule]}, limits, "client 1")
+    server = FederatedServer(ClientStore())
+    server.begin(torch.nn.Module(), extra={"w": (state["w"], rule)})
+    part = ClientRounds.of([ClientRound("1", 0, samples=1)])
+    decode_upload(Upload(1, tensors={"w": change(state["w"])}), server, part, limits)
 
 
 def plan_rounds(lab, columns, scenario=None):

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import torch
 
+from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.messages import (
     ARGUMENT,
     CODE,
@@ -18,18 +19,17 @@ from lightning_fcl.deployment.messages import (
     OTHER_ROUND,
     UNUSABLE_DATA,
     RefusedError,
-    arrays_of,
-    check_form,
-    check_names,
     check_records,
     check_same,
-    decode_entry,
     head_of,
     refusing,
+    tensors_of,
 )
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.robust import change_of, times_moved
+from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.uploads import Uploads, difference
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -74,8 +74,12 @@ class Upload:
     samples: int  # that it has trained on; 0: it has none in this round
     rehearsed: int = 0
     diverged: bool = False
-    state: State = field(default_factory=dict)
-    nbytes: int = 0  # of its arrays
+    tensors: State = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the tensors."""
+        return sum(value.nbytes for value in self.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -159,19 +163,23 @@ def file_name_of(head: Mapping[str, Any], what: str) -> str:
     return name
 
 
-def upload_of(
-    answer: RecordDict,
-    sent: Mapping[str, Any],
-    client: str,
-    known: State,
-    reductions: Mapping[str, Reduction],
-    limits: Limits,
-) -> Upload:
-    """What a client answers to a download with a head, of entries that the server knows: or that is refused."""
+def upload_of(answer: RecordDict, sent: Mapping[str, Any], client: str, known: State, limits: Limits) -> Upload:
+    """Return what a client answers to a download.
+
+    Args:
+        answer: The answer.
+        sent: The head of the message that it answers.
+        client: The client.
+        known: The server's entries that clients upload.
+        limits: What a client may send.
+
+    Raises:
+        RefusedError: If the answer is another one, or beyond the limits.
+    """
     who = f"client {client}"
     with refusing(who):
         check_records(answer, min(limits.message_bytes, sum(value.nbytes for value in known.values())), who)
-        head, arrays = head_of(answer), arrays_of(answer)
+        head = head_of(answer)
         _check_not_refused(head, who)
         for name, wanted in (("client", client), *((name, sent[name]) for name in BOUND)):
             said = head.get(name)
@@ -184,51 +192,87 @@ def upload_of(
         if samples == 0:
             return Upload(0)
         rehearsed = whole(head, "rehearsed", 0, limits.most_rehearsed, _MORE)
-        check_names(arrays, known, who)
-        start = {name: reductions[name].start(value).detach().cpu() for name, value in known.items()}
-        state: State = {}
-        for name, value in known.items():
-            check_form(name, arrays[name], value, who)
-            state[name] = decode_entry(name, arrays[name].data, start[name])
-        check_numbers(state, start, known, reductions, limits, who)
-        nbytes = sum(len(array.data) for array in arrays.values())
-        return Upload(samples, rehearsed, head.get("diverged") is True, state, nbytes)
+        return Upload(samples, rehearsed, head.get("diverged") is True, tensors_of(answer))
 
 
 _MORE = "Set `most-samples` of the run's configuration if it has more than it said when it joined."
 
 
-def check_numbers(
-    state: State, start: State, known: State, reductions: Mapping[str, Reduction], limits: Limits, sender: str
-) -> None:
-    """Refuse numbers with which sums would leave their types, or so large an update that the server would be but it.
+def decode_upload(upload: Upload, server: FederatedServer, part: ClientRounds, limits: Limits) -> Uploads:
+    """Return the decoded upload of a client, whose numbers are within the limits.
 
-    Numbers that are not finite are left out: those of the server's are no fault of a client's.
+    Args:
+        upload: What the client has sent.
+        server: The server.
+        part: The client.
+        limits: What a client may send.
+
+    Raises:
+        RefusedError: If the upload cannot be decoded, or is beyond the limits.
     """
-    changes = {name: change_of(start[name], value) for name, value in state.items()}
-    for name, value in state.items():
-        most, kind = _FURTHEST.get(value.dtype, _SQUARES), value.dtype
-        if not changes[name] <= most:
+    (client,) = part.clients
+    who = f"client {client}"
+    with refusing(who):
+        try:
+            uploads = server.received(part, upload.tensors)
+            server.decode(uploads)
+        except InvalidValueError as error:
+            raise RefusedError(
+                f"Expected {who} to send the entries of this recipe's model. {error}",
+                hint="Deploy the same recipe on all machines.",
+                argument=error.argument,
+                code="other-model",
+            ) from error
+        check_numbers(uploads, server.state, limits, who)
+    return uploads
+
+
+def check_numbers(uploads: Uploads, known: State, limits: Limits, sender: str) -> None:
+    """Raise RefusedError if sums with a decoded upload would overflow, or if it is too far from the server's state.
+
+    Numbers that are not finite are left out: the server drops the upload, or they are the server's own.
+
+    Args:
+        uploads: The upload of one client.
+        known: The server's state.
+        limits: What a client may send.
+        sender: The client, for messages.
+    """
+    changes = {name: change_of(torch.zeros_like(value), value) for name, value in _updates(uploads).items()}
+    for name, squares in changes.items():
+        kind, reduction = known[name].dtype, uploads.reductions[name]
+        most = _FURTHEST.get(kind, _SQUARES)
+        if not squares <= most:
             raise RefusedError(
                 f"Expected `{name}` of {sender} to be at most {math.sqrt(most):.2g} from the server's but it is "
-                f"{math.sqrt(changes[name]):.2g}, with which sums overflow.",
+                f"{math.sqrt(squares):.2g}, with which sums overflow.",
                 hint="Decrease the learning rate.",
             )
         narrow = kind.itemsize <= 2 and kind not in (torch.bool, torch.bfloat16) and not kind.is_complex
-        if narrow and reductions[name].name == "sum":
+        if narrow and reduction.additive and not reduction.weighted:
             info = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
             room = (info.max - known[name].detach().cpu().double().abs()) / limits.clients
-            if bool((value.double().abs() > room).any()):
+            if bool((uploads.update(name)[0].cpu().double().abs() > room).any()):
                 raise RefusedError(
                     f"Expected `{name}` of {sender} to leave room for the sum of {limits.clients} clients in {kind} "
                     "but it does not.",
                     hint="Use a wider type, such as float32 or int64.",
                 )
-    means = {n: squares for n, squares in changes.items() if reductions[n].name == "mean"}
-    times = times_moved({n: s for n, s in means.items() if state[n].is_floating_point()}, start)
+    means = {name: squares for name, squares in changes.items() if uploads.reductions[name].averages}
+    times = times_moved({n: s for n, s in means.items() if known[n].is_floating_point()}, known)
     if not times <= limits.largest_update:
         raise RefusedError(
             f"Expected an update of {sender} of at most {limits.largest_update:g} times the larger of the server's "
             f"norm and 1 but it is of {times:.3g} times.",
             hint="Decrease the learning rate, or increase `largest-update` in the run's configuration.",
         )
+
+
+def _updates(uploads: Uploads) -> State:
+    """Return the updates of one client in double precision."""
+    found: State = {}
+    for name, value in uploads.values.items():
+        wide = value[0].detach().cpu().to(torch.complex128 if value.is_complex() else torch.float64)
+        origin = uploads.origins[name].detach().cpu()
+        found[name] = wide if uploads.are_updates else difference(wide, origin.to(wide.dtype))
+    return found

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fcl import __version__
@@ -64,15 +62,10 @@ class RefusedError(InvalidValueError):
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message between server and node: plain values, and tensors by name.
-
-    Args:
-        start: What the receiver has of these: where little has changed since, what has changed travels.
-    """
+    """A message between server and node: plain values, and tensors by name."""
 
     head: Mapping[str, Any]
     state: State = field(default_factory=dict)
-    start: State = field(default_factory=dict)
 
 
 def record_of(parcel: Parcel) -> RecordDict:
@@ -81,7 +74,7 @@ def record_of(parcel: Parcel) -> RecordDict:
     nested = {name: value for name, value in parcel.head.items() if not isinstance(value, str | int | float)}
     head = {name: value for name, value in parcel.head.items() if name not in nested}
     arrays = {
-        name: app.Array(str(value.dtype), tuple(value.shape), _FORM, encode_entry(value, parcel.start.get(name)))
+        name: app.Array(str(value.dtype), tuple(value.shape), _FORM, bytes_of(value))
         for name, value in parcel.state.items()
     }
     head |= {_NESTED: json.dumps(nested, default=int)} if nested else {}
@@ -158,7 +151,12 @@ def opened(record: RecordDict, limit: int = BYTES) -> Parcel:
         check_records(record, limit)
         head = head_of(record, limit)
         head |= json.loads(head.pop(_NESTED, "{}"))
-        return Parcel(head, {n: tensor_of(n, a.data, str(a.dtype), a.shape) for n, a in arrays_of(record).items()})
+        return Parcel(head, tensors_of(record))
+
+
+def tensors_of(record: RecordDict) -> State:
+    """Return the tensors of a message, by name."""
+    return {n: tensor_of(n, a.data, str(a.dtype), a.shape) for n, a in arrays_of(record).items()}
 
 
 def tensor_of(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tensor:
@@ -174,42 +172,9 @@ def tensor_of(name: str, data: bytes, dtype: str, shape: Sequence[int]) -> Tenso
     return numbers.reshape(tuple(shape))
 
 
-def encode_entry(value: Tensor, start: Tensor | None = None) -> bytes:
-    """The bytes of an entry.
-
-    Where these are fewer: a bit for each number that says whether it has changed since the start, and those that have.
-    """
-    numbers = _bytes_of(value)
-    if start is None or start.shape != value.shape or start.dtype != value.dtype:
-        return numbers.tobytes()
-    changed = (numbers != _bytes_of(start)).any(axis=1)  # 0 and -0 differ, and a NaN is itself
-    mask, values = np.packbits(changed, bitorder="little"), numbers[changed]
-    return mask.tobytes() + values.tobytes() if mask.size + values.size < numbers.size else numbers.tobytes()
-
-
-def decode_entry(name: str, data: bytes, start: Tensor) -> Tensor:
-    """The entry of which `encode_entry` has made these bytes."""
-    if len(data) == start.nbytes:
-        return tensor_of(name, data, str(start.dtype), start.shape)
-    size = -(-start.numel() // 8)
-    mask = np.frombuffer(data[:size], np.uint8)
-    whole = mask.size == size
-    changed = np.unpackbits(mask, count=start.numel(), bitorder="little").astype(bool) if whole else np.empty(0, bool)
-    number = int(changed.sum())
-    if not whole or len(data) != size + number * start.itemsize:
-        raise RefusedError(
-            f"Expected `{name}` to be an array of numbers, {start.dtype} of shape {tuple(start.shape)}, or what has "
-            f"changed of it, but got {len(data)} bytes."
-        )
-    value = start.detach().cpu().flatten().clone()
-    value[torch.from_numpy(changed)] = tensor_of(name, data[size:], str(start.dtype), (number,))
-    return value.view(start.shape)
-
-
-def _bytes_of(value: Tensor) -> NDArray[np.uint8]:
-    """The bytes of each number of a tensor, shape (n, bytes)."""
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.reshape(value.numel(), value.element_size()).numpy()
+def bytes_of(value: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
@@ -217,7 +182,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, value in sorted(state.items()):
         found.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())
-        found.update(encode_entry(value))
+        found.update(bytes_of(value))
     return found.hexdigest()[:16]
 
 

@@ -172,13 +172,11 @@ class NodeRound(Round):
         yield from super().train_clients(cohort)
 
     def send(self, clients: ClientRounds, states: State) -> list[bool]:
-        """Keep the upload for the answer to the server, if its values are finite."""
-        server = self.federation.server
-        self.trained, (taken, _) = clients, server.check(clients, states, {})
+        """Encode the upload for the answer to the server, if its values are finite."""
+        self.trained = clients
+        uploads, taken, _ = self.federation.server.encode(clients, states)
         if all(taken):
-            up = {name: states[name] for name, reduction in server.reductions.items() if reduction.up}
-            coded, _ = server.code(clients.clients, up)
-            self.answer.update({name: value[0].detach().clone() for name, value in {**up, **coded}.items()})
+            self.answer.update({name: value.detach().clone() for name, value in uploads.sent(0).items()})
         return taken
 
     def aggregate(self) -> None:
@@ -248,9 +246,8 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     server.store.sync()
     if not upload:
         raise RefusedError(f"Expected an upload of client {client} but {record.dropped.get(client, 'it has none')}.")
-    start = {name: server.reductions[name].start(server.state[name]) for name in upload}
     samples, rehearsed = int(trained.samples[0]), int(trained.trained[0] - trained.samples[0])
-    return Parcel({"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}, upload, start)
+    return Parcel({"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}, upload)
 
 
 def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
@@ -269,7 +266,8 @@ def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
     federation = parts.strategy.federation
     store = ClientStore("disk", memories)
     kept = [value for client in store for value in store.memory(client, RECEIVED).items()]
-    federation.server = FederatedServer(store, compression=federation.server.compression)
+    given = federation.server
+    federation.server = FederatedServer(store, given.client_weights, transforms=given.pipeline.transforms)
     federation.server.extra = {**dict(kept), **extra}
     return federation.server
 

@@ -21,7 +21,7 @@ from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import MOST, Limits, upload_of
+from lightning_fcl.deployment.answers import MOST, Limits, decode_upload, upload_of
 from lightning_fcl.deployment.members import Members
 from lightning_fcl.deployment.messages import BYTES, MODEL, OTHER_ROUND, SERVER, Parcel, RefusedError, digest
 from lightning_fcl.deployment.outline import fingerprint, outline_of, read_recipe
@@ -260,12 +260,12 @@ class Nodes:
         Args:
             skipped: Gets the client if it has no data.
         """
-        server, module = round.federation.server, round.federation.module
+        server = round.federation.server
         terms, most = self.terms, self.terms.most_samples or self.members.samples[client]
         rehearsed = most if server.client_weights == "trained" else MOST
         known = {name: value for name, value in server.state.items() if server.reductions[name].up}
         limits = Limits(terms.message_bytes, most, rehearsed, terms.largest_update, asked)
-        upload = upload_of(answer, sent, client, known, server.reductions, limits)
+        upload = upload_of(answer, sent, client, known, limits)
         if upload.samples == 0:
             skipped.append(client)
             return True
@@ -276,7 +276,7 @@ class Nodes:
             lambda name: round.federation.stream.client_round(name, round.number),
             np.array([upload.rehearsed]),
         )
-        (taken,) = server.upload(part, {name: value[None].to(module.device) for name, value in upload.state.items()})
+        (taken,) = server.accept(decode_upload(upload, server, part, limits))
         if taken:
             server.record.upload_bytes[client] = upload.nbytes
             server.record.diverged += [client] * upload.diverged
@@ -374,7 +374,6 @@ def serve(
                     callback.clients, callback.training = "none", False
             strategy.cohort_size = 1
             strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
-            strategy.server.compression = None  # uploads come as the server decodes them
             strategy.server.largest_update = terms.largest_update
             strategy.new_round = partial(ServerRound, nodes)
             callbacks.append(nodes.identity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -12,23 +13,24 @@ from torch import Tensor, nn
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import InvalidValueError, did_you_mean, quoted
-from lightning_fcl.federation.exact import CohortSums, weighted_sum
+from lightning_fcl.federation.exact import CohortSums, ExactSums, round_to, weighted_sum
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
     Accumulator,
+    AddsCohorts,
     Combines,
     Download,
     Fixed,
-    Gather,
     Mean,
     Own,
     Reduction,
+    Reorders,
     SparseMean,
     State,
     Sum,
-    WeightedMean,
 )
 from lightning_fcl.federation.robust import Krum, Median, TrimmedMean, check_still_finite
+from lightning_fcl.federation.uploads import Pipeline, Sums, UploadTransform
 
 __all__ = [
     "BUILT_IN",
@@ -183,6 +185,78 @@ def weigh(client_weights: ClientWeights, parts: ClientRounds) -> list[float]:
     return weights
 
 
+class UpdateSums:
+    """The sums of the clients' updates in a round, for reductions that are additive.
+
+    Args:
+        reductions: The reduction of each entry.
+        mask: The transform that lets the server see sums of encoded updates only, if there is one.
+    """
+
+    def __init__(self, reductions: Mapping[str, Reduction], mask: UploadTransform | None = None) -> None:
+        self.names = [name for name, reduction in reductions.items() if reduction.up and reduction.additive]
+        self._weighted = {name for name in self.names if reductions[name].weighted}
+        self._encoded = mask.accumulator() if mask is not None else None
+        self._sums, self._means = ExactSums(), ExactSums()
+        self._weights: list[float] = []
+
+    def add(self, updates: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        """Add the updates of some clients, each of shape (clients, ...), or what a mask made of them."""
+        self._weights += weights
+        if self._encoded is not None:
+            self._encoded.add(updates, weights)
+            return
+        self._sums.add({name: updates[name] for name in self.names if name not in self._weighted})
+        self._means.add({name: updates[name] for name in self.names if name in self._weighted}, weights)
+
+    def combine(self, ranks: Ranks) -> None:
+        """Add the sums of the other ranks."""
+        if self._encoded is not None:
+            if not isinstance(self._encoded, Combines):
+                raise InvalidValueError(
+                    f"Expected one device for an accumulator without `combine` but got {ranks.number}.",
+                    hint="Define `combine` in the accumulator, or train with `devices=1`.",
+                    argument="devices",
+                )
+            self._encoded.combine(ranks)
+        self._sums.combine(ranks)
+        self._means.combine(ranks)
+        self._weights = [weight for weights in ranks.share(self._weights) for weight in weights]
+
+    def result(self, server: Mapping[str, Tensor], clients: Sequence[str], round: int) -> Sums:
+        """Return the sums, zero if there were no uploads."""
+        denominators = {name: math.fsum(self._weights) if name in self._weighted else 1.0 for name in self.names}
+        if self._encoded is not None:
+            values = self._encoded.result(server) if self._weights else {}
+            return Sums(values, denominators, clients, round)
+        values = {name: torch.zeros_like(server[name], dtype=_wide(server[name])) for name in self.names}
+        for exact in (self._sums, self._means):
+            values |= {n: one.total(values[n].dtype).to(server[n].device) for n, one in exact.by_name.items()}
+        return Sums(values, denominators, clients, round)
+
+
+def apply_sums(server: Mapping[str, Tensor], sums: Sums) -> State:
+    """Return the server's values plus the sums, each divided by its denominator."""
+    state: State = {}
+    for name, value in sums.values.items():
+        old, denominator = server[name], sums.denominators[name]
+        if denominator == 0:
+            continue
+        change = value.to(old.device)
+        if denominator != 1:
+            change = (change if change.is_floating_point() or change.is_complex() else change.double()) / denominator
+        wide = torch.promote_types(_wide(old), change.dtype)
+        state[name] = torch.where(torch.isfinite(old), round_to(old.to(wide) + change, old.dtype), old)
+    return state
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    """Return the dtype in which updates of an entry are added."""
+    if value.is_complex():
+        return torch.complex128
+    return torch.float64 if value.is_floating_point() else torch.int64
+
+
 class Aggregator:
     """Brings the uploads of one round together, entry by entry, as each entry's reduction says.
 
@@ -190,15 +264,16 @@ class Aggregator:
     them by number, and all others of the library's sum exactly. Entries with the same reduction share an accumulator.
     """
 
-    def __init__(self, reductions: Mapping[str, Reduction]) -> None:
+    def __init__(self, reductions: Mapping[str, Reduction], pipeline: Pipeline | None = None) -> None:
         self.reductions = dict(reductions)
+        self.sums = UpdateSums(reductions, pipeline.mask) if pipeline is not None and pipeline.needs_updates else None
         self.uploads = 0
         self._numbers: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._aside: State = {}  # where a number of some upload is not finite
         groups: dict[Reduction, list[str]] = {}
         for name, reduction in reductions.items():
-            if reduction.up:
+            if reduction.up and (self.sums is None or name not in self.sums.names):
                 groups.setdefault(reduction, []).append(name)
         self._groups: list[tuple[list[str], Accumulator]] = [
             (names, reduction.accumulator()) for reduction, names in groups.items()
@@ -214,11 +289,13 @@ class Aggregator:
         """Take in uploads of the clients of these numbers, every entry of shape (clients, ...).
 
         Args:
-            sums: Where they have trained side by side, what they come to, see `sum_cohort`.
+            sums: Where they have trained vectorized, the weighted sums of entries, see `sum_cohort`.
         """
+        if self.sums is not None:
+            self.sums.add(uploads, weights)
         for names, accumulator in self._groups:
             values = self._checked(uploads, names)
-            if sums and isinstance(accumulator, WeightedMean):
+            if sums and isinstance(accumulator, AddsCohorts):
                 accumulator.add_cohort(values, sums, weights)
             else:
                 accumulator.add(values, weights)
@@ -230,8 +307,8 @@ class Aggregator:
 
         A sum that is finite has finite terms.
         """
-        means = [n for names, accumulator in self._groups if isinstance(accumulator, WeightedMean) for n in names]
-        return {n: weighted_sum(uploads[n], weights) for n in means if uploads[n].is_floating_point()}
+        summed = [n for names, accumulator in self._groups if isinstance(accumulator, AddsCohorts) for n in names]
+        return {n: weighted_sum(uploads[n], weights) for n in summed if uploads[n].is_floating_point()}
 
     def _checked(self, uploads: Mapping[str, Tensor], names: Sequence[str]) -> State:
         for name in names:
@@ -254,6 +331,8 @@ class Aggregator:
 
     def combine(self, ranks: Ranks) -> None:
         """Take in the uploads that came to the other ranks; all of them do, and come to the same."""
+        if self.sums is not None:
+            self.sums.combine(ranks)
         for names, accumulator in self._groups:
             if not isinstance(accumulator, Combines):
                 raise InvalidValueError(
@@ -274,7 +353,7 @@ class Aggregator:
         order = sorted(range(self.uploads), key=self._numbers.__getitem__)
         self._numbers.sort()
         for names, accumulator in self._groups if self.uploads else ():
-            if isinstance(accumulator, Gather):
+            if isinstance(accumulator, Reorders):
                 accumulator.arrange(order)
             state |= accumulator.result({name: server[name] for name in names})
         for name, mask in self._aside.items():

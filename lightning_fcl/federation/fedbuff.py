@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import ClientState
-from lightning_fcl.federation.reductions import Mean, Reduction
+from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, count_drawn, lots
 from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.federation.speeds import Speeds
-from lightning_fcl.federation.wire import Compression
+from lightning_fcl.federation.uploads import Pipeline, Uploads, difference
 
 __all__ = ["FedBuff"]
 
@@ -194,7 +193,7 @@ class FedBuff(Schedule):
     def check_reductions(self, reductions: Mapping[str, Reduction]) -> None:
         """Refuse reductions of what clients send that are no means."""
         for name, reduction in reductions.items():
-            if reduction.up and type(reduction) is not Mean:
+            if reduction.up and not reduction.averages:
                 raise InvalidValueError(
                     f"Expected `mean` as the reduction of all that clients send in asynchronous rounds but `{name}` "
                     f"has `{reduction}`: what it makes of uploads to different states of the server is not defined.",
@@ -202,14 +201,14 @@ class FedBuff(Schedule):
                     argument="mean",
                 )
 
-    def check(self, compression: Compression | None) -> None:
-        if compression is not None:
+    def check(self, pipeline: Pipeline) -> None:
+        if pipeline.mask is not None:
             raise InvalidValueError(
-                f"Expected no `compression` beside `FedBuff` but got {compression.hparams()}: a code refers to the "
-                "server's state at the upload, which an asynchronous client does not know.",
-                hint="Leave `compression` out, or use a `Deadline` as the `schedule`.",
-                argument="compression",
-                value=compression,
+                f"Expected no `{type(pipeline.mask).__name__}` beside `FedBuff`, which scales the uploads of single "
+                "clients, but got one.",
+                hint="Leave it out, or use a `Deadline` as the `schedule`.",
+                argument="upload_transforms",
+                value=type(pipeline.mask).__name__,
             )
 
     def hparams(self) -> dict[str, Any]:
@@ -227,8 +226,10 @@ class BufferedServer(FederatedServer):
         self._following = 0  # the round after the last one that was finished
         self._versions: dict[int, State] = {}  # from which somebody is under way, or may be in this round
 
-    def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
-        super().begin_round(module, rules, extra)
+    def begin_round(
+        self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None, round: int = 0
+    ) -> None:
+        super().begin_round(module, rules, extra, round)
         self._schedule.check_reductions(self.reductions)  # a module declares them in each round anew
         round = self._round()
         self._schedule.enter(round)
@@ -262,21 +263,33 @@ class BufferedServer(FederatedServer):
     def _staleness(self) -> Mapping[str, int]:
         return self._schedule.timed(self._round()).staleness
 
-    def upload(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
-        parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
-        staleness = self._staleness
-        if any(client in staleness for client in parts.clients):
-            states = {**states, **{name: self._brought_up(name, states[name], parts.clients) for name in self._learnt}}
-        return super().upload(parts, states)
+    def _origins(self, clients: Sequence[str]) -> State:
+        if not any(client in self._staleness for client in clients):
+            return super()._origins(clients)
+        of = {name: reduction for name, reduction in self.reductions.items() if reduction.up}
+        versions = [self._version_of(client) for client in clients]
+        return {name: torch.stack([one.nothing(version[name]) for version in versions]) for name, one in of.items()}
 
-    def _brought_up(self, name: str, values: Tensor, clients: Sequence[str]) -> Tensor:
-        """Uploads of an entry as if to the server's present state: that of a client without staleness as it is."""
-        staleness, rows = self._staleness, []
-        for value, client in zip(values, clients, strict=True):
-            if age := staleness.get(client, 0):
-                value = self.state[name] + self._schedule.scale(age) * (value - self._version_of(client)[name])
-            rows.append(value)
-        return torch.stack(rows)
+    def adjust(self, uploads: Uploads) -> None:
+        staleness, clients = self._staleness, uploads.clients.clients
+        for name in uploads.values if any(client in staleness for client in clients) else ():
+            if name in self._learnt or uploads.are_updates:
+                pairs = zip(uploads.values[name], clients, strict=True)
+                rows = [self._brought_up(name, value, client, uploads.are_updates) for value, client in pairs]
+                uploads.values[name] = torch.stack(rows)
+
+    def _brought_up(self, name: str, value: Tensor, client: str, is_update: bool) -> Tensor:
+        """Return a client's upload of an entry as if it had started with the server's present state.
+
+        The update of a trainable parameter counts less if it is stale. Other entries stay as they are.
+        """
+        age = self._staleness.get(client, 0)
+        if not age:
+            return value
+        version, scale = self._version_of(client)[name], self._schedule.scale(age)
+        if name not in self._learnt:
+            return value + difference(version[None], self.state[name])[0]
+        return scale * value if is_update else self.state[name] + scale * (value - version)
 
     def finish_round(self) -> State:
         state = super().finish_round()

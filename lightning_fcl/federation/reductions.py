@@ -38,7 +38,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.exact import CohortSums, ExactSums, round_to
+from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
 from lightning_fcl.federation.ranks import Ranks
 
 State = dict[str, Tensor]
@@ -59,6 +61,22 @@ class Accumulator(Protocol):
 
         It is asked for once.
         """
+
+
+@runtime_checkable
+class AddsCohorts(Protocol):
+    """An `Accumulator` that accepts the sums of clients that have trained vectorized in place of their uploads."""
+
+    def add_cohort(self, values: Mapping[str, Tensor], sums: CohortSums, weights: Sequence[float]) -> None:
+        """Add uploads, shape (clients, ...). ``sums`` has the weighted sums of some of the entries."""
+
+
+@runtime_checkable
+class Reorders(Protocol):
+    """An `Accumulator` whose result can depend on the order of the uploads."""
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Reorder the uploads by their present positions, so that they are in the order of the clients."""
 
 
 @runtime_checkable
@@ -101,7 +119,26 @@ class Reduction:
     """Whether a client keeps the server's value, which never changes, and receives it once."""
 
     own: bool = False
-    """Whether each client goes on from its own value of the round before."""
+    """Whether the entry is local to a client: each client continues with its own value of the round before."""
+
+    additive: bool = False
+    """Whether the result depends on the uploads only by their sum.
+
+    If so, the result is the server's value plus the sum of the uploads' differences from `nothing`. If the reduction is
+    also ``weighted``, each difference is multiplied by the weight of its client, and the sum is divided by the sum of
+    the weights.
+    """
+
+    weighted: bool = False
+    """Whether the result depends on the clients' weights."""
+
+    compressible: bool = False
+    """Whether the entry may be uploaded as a lossy code, see `lightning_fcl.federation.wire.Compression`."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether the result is the weighted average of the uploads."""
+        return self.additive and self.weighted
 
     def start(self, server: Tensor) -> Tensor:
         """The value at which a client starts a round, from the server's; where ``down`` is False, from its shape."""
@@ -111,9 +148,30 @@ class Reduction:
         """The value of a client that has nothing to send."""
         return self.start(server)
 
+    def pack(self, value: Tensor) -> Tensor:
+        """Return the tensor that is sent in place of one client's value. A subclass that overrides it has `unpack`."""
+        return value
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        """Return the value that `pack` has packed.
+
+        Args:
+            packed: The tensor that was sent.
+            like: A tensor of the value's shape, dtype and device.
+
+        Raises:
+            InvalidValueError: If no such value is packed like this.
+        """
+        if packed.dtype != like.dtype or packed.shape != like.shape:
+            raise InvalidValueError(
+                f"Expected {like.dtype} of shape {tuple(like.shape)} but got {packed.dtype} of shape "
+                f"{tuple(packed.shape)}."
+            )
+        return packed
+
     def wire_bytes(self, value: Tensor) -> int:
-        """Bytes that one client's value takes on the wire."""
-        return value.nbytes
+        """Return the number of bytes of one client's value as it is sent."""
+        return self.pack(value).nbytes
 
     def accumulator(self) -> Accumulator:
         """What takes in a round's uploads: a new one for each round."""
@@ -121,8 +179,8 @@ class Reduction:
 
     @property
     def by_shape(self) -> bool:
-        """Whether a value's bytes on the wire depend on nothing but its shape and type."""
-        return type(self).wire_bytes is Reduction.wire_bytes
+        """Whether the number of bytes of a value as it is sent depends on its shape and dtype alone."""
+        return type(self).pack is Reduction.pack
 
     def hparams(self) -> dict[str, Any]:
         """What makes this reduction the one that it is, for checkpoints."""
@@ -259,33 +317,33 @@ class Mean(Reduction):
     """``mean``."""
 
     name = "mean"
+    additive = weighted = compressible = True
 
     def accumulator(self) -> Accumulator:
         return WeightedMean()
-
-
-def sparse_bytes(kept: int, n: int, itemsize: int) -> int:
-    """Bytes of n numbers on the wire: a bit for each, and those that are kept; or all as they are, if that is less."""
-    return min(n * itemsize, kept * itemsize + -(-n // 8))
 
 
 class SparseMean(Reduction):
     """``sparse_mean``."""
 
     name = "sparse_mean"
+    weighted = True
 
     def nothing(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
 
-    def wire_bytes(self, value: Tensor) -> int:
-        """One bit for each number, and those that are not zero; or all as they are, where that is less.
+    def pack(self, value: Tensor) -> Tensor:
+        """Return a bit for each element and the nonzero elements, or the value if it has no more bytes.
 
         Example:
             >>> value = torch.tensor([0.0] * 15 + [1.0])
-            >>> Mean().wire_bytes(value), SparseMean().wire_bytes(value)
+            >>> Mean().pack(value).nbytes, SparseMean().pack(value).nbytes
             (64, 6)
         """
-        return sparse_bytes(int(value.count_nonzero()), value.numel(), value.element_size())
+        return pack_nonzero(value)
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        return unpack_nonzero(packed, like)
 
     def accumulator(self) -> Accumulator:
         return _SparseMean()
@@ -296,6 +354,7 @@ class Sum(Reduction):
 
     name = "sum"
     down = False
+    additive = True
 
     def start(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)

@@ -84,6 +84,7 @@ class Median(Reduction):
     """``median``."""
 
     name = "median"
+    compressible = True
 
     def accumulator(self) -> Accumulator:
         return _by_coordinate(median)
@@ -97,6 +98,7 @@ class TrimmedMean(Reduction):
     """
 
     name = "trimmed_mean"
+    compressible = True
 
     @check_arguments
     def __init__(self, trim: float = 0.1) -> None:
@@ -115,6 +117,7 @@ class Krum(Reduction):
     """
 
     name = "krum"
+    compressible = True
 
     @check_arguments
     def __init__(self, byzantine: int = 0) -> None:

@@ -30,7 +30,8 @@ from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.wire import Compression, RoundRecord
+from lightning_fcl.federation.uploads import Pipeline
+from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.randomness import keyed
 
 __all__ = ["Deadline", "Deployment", "Participation", "Schedule", "TimedRound"]
@@ -108,8 +109,8 @@ class Schedule(ABC):
         """What makes the server, which is told the round, from the arguments of a `FederatedServer`."""
         return FederatedServer
 
-    def check(self, compression: Compression | None) -> None:
-        """Refuse settings of the strategy that do not go with it."""
+    def check(self, pipeline: Pipeline) -> None:
+        """Raise InvalidValueError if the schedule cannot be combined with transforms of uploads."""
         return
 
     def duration(self, client: str, round: int) -> int:

@@ -20,6 +20,7 @@ from lightning_fcl.federation.aggregation import (
     Reduction,
     Rules,
     State,
+    apply_sums,
     entries,
     frozen_parameters,
     reductions_of,
@@ -30,13 +31,12 @@ from lightning_fcl.federation.client_store import UNSENT, ClientState, ClientSto
 from lightning_fcl.federation.exact import CohortSums
 from lightning_fcl.federation.optimizers import OptimizerFactory, ServerOptimizer, make_optimizer, settings_of
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.federation.robust import check_finite, check_moved, find_faults
+from lightning_fcl.federation.robust import check_finite, check_moved, check_still_finite, find_faults
 from lightning_fcl.federation.sent_once import SentOnce
-from lightning_fcl.federation.wire import DIVERGED, Compression, RoundRecord, transmit
+from lightning_fcl.federation.uploads import Pipeline, Setting, Uploads, UploadTransform, difference
+from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 
 log = logging.getLogger(__name__)
-
-_RESIDUAL = "residual"  # the section of what compression has left over
 
 Extra = Mapping[str, tuple[Tensor, Reduction | str]]
 """Entries of the server's state beside the module's, such as ``"FedProto.prototypes"``: first value and reduction."""
@@ -50,8 +50,7 @@ class FederatedServer:
         client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
             the remembered ones), ``"uniform"``, or a number each.
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
-        compression: Code of the uploads of trainable parameters whose reduction is ``mean``. Buffers travel as they
-            are: what is left over of a variance could make it negative.
+        transforms: The transforms of uploads, in the order of `lightning_fcl.federation.uploads.Stage`.
 
     Example:
         >>> import torch
@@ -68,7 +67,7 @@ class FederatedServer:
         store: ClientStore,
         client_weights: ClientWeights = "samples",
         server_optimizer: OptimizerFactory | None = None,
-        compression: Compression | None = None,
+        transforms: Sequence[UploadTransform] = (),
     ) -> None:
         if isinstance(client_weights, str) and client_weights not in ("samples", "trained", "uniform"):
             raise InvalidValueError(
@@ -80,7 +79,8 @@ class FederatedServer:
         if not isinstance(client_weights, str):
             client_weights = {str(client): weight for client, weight in client_weights.items()}
         self.client_weights: ClientWeights = client_weights
-        self.compression = compression
+        self.pipeline = Pipeline(transforms)
+        self.seed = 0  # of the federation
         self.largest_update = math.inf  # how far a round may move it: so many times the larger of its norm and 1
         self.state: State = {}
         self.numbers: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
@@ -97,16 +97,18 @@ class FederatedServer:
         self.accepted: dict[str, int] = {}  # each client's latest round whose upload was taken
         self.record, self.aggregator = RoundRecord(), Aggregator({})
         self._changed: set[str] = set()  # of the frozen, by some client
-        self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
+        self._memories: dict[str, ClientState] = {}  # of the transforms, by client, until the uploads are accepted
 
-    def begin(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
+    def begin(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None, round: int = 0) -> None:
         """Begin a fit with a module's state as the server's. See `begin_round`."""
         if self._server_optimizer is not None:  # of an earlier fit, which this one continues
             self._restored, self._server_optimizer = self._server_optimizer.state_dict(), None
         self._published = None
-        self.begin_round(module, rules, extra)
+        self.begin_round(module, rules, extra, round)
 
-    def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
+    def begin_round(
+        self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None, round: int = 0
+    ) -> None:
         """Take a module's state as the server's, and forget the uploads and the record of the round before.
 
         Args:
@@ -114,6 +116,7 @@ class FederatedServer:
             rules: Pattern -> reduction, over the module's own.
             extra: Entries beside the module's, which clients download and upload as all others. The server keeps their
                 values from round to round, in ``extra``; the one given here counts where it has none yet.
+            round: The number of the round.
         """
         self.reductions = reductions_of(module, rules)
         self.state = {name: plain_tensor(value).clone() for name, value in entries(module).items()}
@@ -132,8 +135,10 @@ class FederatedServer:
             self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
         self.store.begin_round()
-        self.record, self.aggregator = RoundRecord(), Aggregator(self.reductions)
-        self._changed, self._residuals = set(), {}
+        setting = Setting(self.state, self.reductions, self._learnt, self.seed, round, list(self.numbers))
+        self.pipeline.setup(setting)
+        self.record, self.aggregator = RoundRecord(), Aggregator(self.reductions, self.pipeline)
+        self._changed, self._memories = set(), {}
         self._offer(self.state)
 
     def _find_frozen(self, module: nn.Module) -> None:
@@ -168,8 +173,8 @@ class FederatedServer:
 
     @property
     def personal(self) -> bool:
-        """Whether anything stays with the clients: entries, or what compression has left over."""
-        return any(reduction.own for reduction in self.reductions.values()) or self.compression is not None
+        """Whether anything stays with the clients: local entries, or the state of transforms."""
+        return any(reduction.own for reduction in self.reductions.values()) or self.pipeline.keeps_state
 
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
         """The state that each client starts a round from, and all that it has kept.
@@ -191,17 +196,41 @@ class FederatedServer:
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
         return {n: mine[n].to(v.device) if n in mine else v for n, v in self._start.items()}
 
-    def upload(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
-        """Take in clients' states; a client with a number that is not finite is refused.
+    def upload(
+        self,
+        client_rounds: Sequence[ClientRound],
+        states: Mapping[str, Tensor],
+        messages: Mapping[str, Sequence[State]] | None = None,
+    ) -> list[bool]:
+        """Encode the uploads of clients, count their bytes and accept them, in a simulation.
 
         Args:
             client_rounds: The clients.
             states: Their states, every entry of shape (clients, ...).
+            messages: What each client sends to a method beside its state, by section of the method.
 
         Returns:
-            Whether each client's upload was taken.
+            Whether each client's upload was accepted. Uploads with numbers that are not finite are dropped.
         """
         parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
+        uploads, taken, sums = self.encode(parts, states, messages)
+        if not len(uploads):
+            return taken
+        for client, nbytes in zip(uploads.clients.clients, uploads.nbytes(), strict=True):
+            self.record.upload(client, nbytes)
+        self.decode(uploads)
+        accepted = iter(self.accept(uploads, sums))
+        return [fine and next(accepted) for fine in taken]
+
+    def encode(
+        self, parts: ClientRounds, states: Mapping[str, Tensor], messages: Mapping[str, Sequence[State]] | None = None
+    ) -> tuple[Uploads, list[bool], CohortSums]:
+        """Do the clients' part of an upload: drop what is not finite, and apply the transforms.
+
+        Returns:
+            The uploads of the clients whose numbers are finite, whether each client is one of them, and the weighted
+            sums of their entries as far as they are known.
+        """
         missing = [name for name, reduction in self.reductions.items() if reduction.up and name not in states]
         if missing:
             raise InvalidValueError(
@@ -209,27 +238,97 @@ class FederatedServer:
                 argument=missing[0],
             )
         weights = weigh(self.client_weights, parts)
-        coding = self.compression is not None  # then other numbers are added up
-        sums = self.aggregator.sum_cohort(states, weights) if len(parts) > 1 and not coding else {}
+        plain = not self.pipeline.transforms  # otherwise other numbers are added
+        sums = self.aggregator.sum_cohort(states, weights) if len(parts) > 1 and plain else {}
         taken, odd = self.check(parts, states, sums)
         rows = [row for row, fine in enumerate(taken) if fine]
-        if rows:
-            sent = {name: states[name] for name, reduction in self.reductions.items() if reduction.up}
-            clients = parts.clients
-            if len(rows) < len(taken):
-                clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
-                sent = {name: value[rows] for name, value in sent.items()}
+        sent = {name: states[name] for name, reduction in self.reductions.items() if reduction.up}
+        if len(rows) < len(taken):
+            parts, weights = ClientRounds.of([parts[row] for row in rows]), [weights[row] for row in rows]
+            sent = {name: value[rows] for name, value in sent.items()}
+        if not self.pipeline.needs_updates:
             sent = self.aggregator.set_aside(sent, odd)
-            coded, each = self.code(clients, sent)
+        if plain and rows and (odd or len(rows) < len(taken)):
+            sums = self.aggregator.sum_cohort(sent, weights) if len(rows) > 1 else {}
+        kept = [self.store[client] for client in parts.clients] if self.pipeline.keeps_state else ()
+        uploads = Uploads(parts, weights, self.reductions, sent, {} if plain else self._origins(parts.clients))
+        uploads.kept = kept
+        for section, each in (messages or {}).items():
+            uploads.messages[section] = [each[row] for row in rows]
+        self._leave_out(uploads)
+        if self.pipeline.needs_updates:
+            uploads.values = {name: difference(value, uploads.origins[name]) for name, value in sent.items()}
+            uploads.are_updates = True
+        if rows:
+            self.pipeline.encode(uploads)
+        for section, memories in uploads.memories.items():
+            for client, memory in zip(parts.clients, memories, strict=True):
+                self._memories.setdefault(client, {})[section] = memory
+        return uploads, taken, sums
+
+    def received(self, clients: ClientRounds, tensors: Mapping[str, Tensor]) -> Uploads:
+        """Return the upload of one client from the tensors that its node has sent, see `Pipeline.received`."""
+        (weight,) = weigh(self.client_weights, clients)
+        return self.pipeline.received(clients, weight, tensors, self._frozen)
+
+    def decode(self, uploads: Uploads) -> None:
+        """Decode uploads, unless the server may see sums only."""
+        if self.pipeline.mask is None:
+            self.pipeline.decode(uploads)
+
+    def accept(self, uploads: Uploads, sums: CohortSums | None = None) -> list[bool]:
+        """Do the rest of the server's part of an upload: drop what is not finite, and add.
+
+        Args:
+            uploads: The uploads, decoded.
+            sums: The weighted sums of entries, as far as they are known.
+
+        Returns:
+            Whether each client's upload was accepted.
+        """
+        rows = list(range(len(uploads)))
+        if self.pipeline.mask is not None:
+            values = uploads.tensors()
+        else:
+            if self.pipeline.transforms:
+                taken = self._check_decoded(uploads)
+                rows = [row for row, fine in enumerate(taken) if fine]
+            self.adjust(uploads)
+            values = uploads.values
+        clients, weights = uploads.clients.clients, uploads.weights
+        if len(rows) < len(uploads):
+            values = {name: value[rows] for name, value in values.items()}
+            clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
+        if rows:
             numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
-            if coding or odd or len(rows) < len(taken):
-                sums = self.aggregator.sum_cohort({**sent, **coded}, weights) if len(clients) > 1 else {}
-            self.aggregator.add_all({**sent, **coded}, weights, numbers, sums)
-            by_value = [name for name in sent if not self.reductions[name].by_shape]
-            for i, client in enumerate(clients):
-                self.record.upload(client, each + sum(self.reductions[n].wire_bytes(sent[n][i]) for n in by_value))
-            self._leave_out(clients, sent)
+            self.aggregator.add_all(values, weights, numbers, sums)
+            for name in self._frozen:
+                if any(name not in uploads.unchanged[row] for row in rows):
+                    self._changed.add(name)
             self.record.trained += clients
+        return [row in rows for row in range(len(uploads))]
+
+    def adjust(self, uploads: Uploads) -> None:
+        """Change decoded uploads of clients that did not start with the server's present state."""
+
+    def _origins(self, clients: Sequence[str]) -> State:
+        """Return the values from which updates are measured, see `Uploads`."""
+        return {name: of.nothing(self.state[name]) for name, of in self.reductions.items() if of.up}
+
+    def _check_decoded(self, uploads: Uploads) -> list[bool]:
+        """Drop clients whose decoded uploads are not finite where the server's state is."""
+        odd = {name: ~torch.isfinite(self.state[name]) for name in uploads.values}
+        numbers = {
+            name: value for name, value in uploads.values.items() if value.is_floating_point() or value.is_complex()
+        }
+        taken = [True] * len(uploads)
+        if all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
+            return taken
+        for row in range(len(uploads)):
+            wrong = [n for n, value in numbers.items() if not bool((torch.isfinite(value[row]) | odd[n]).all())]
+            if wrong:
+                self._drop(uploads.clients[row], wrong)
+                taken[row] = False
         return taken
 
     def check(
@@ -241,14 +340,13 @@ class FederatedServer:
             self._drop(parts[row], at_fault)
         return [row not in faults for row in range(len(parts))], odd
 
-    def _leave_out(self, clients: Sequence[str], sent: State) -> None:
-        """Count no bytes of frozen parameters for the clients that have left them as they were."""
+    def _leave_out(self, uploads: Uploads) -> None:
+        """Leave out the frozen parameters of the clients that have not changed them."""
         for name in self._frozen:
-            same = (sent[name] == self.state[name]).view(*sent[name].shape, 1).flatten(1).all(dim=1).tolist()
-            if not all(same):
-                self._changed.add(name)
-            for client, value in itertools.compress(zip(clients, sent[name], strict=True), same):
-                self.record.upload(client, -self.reductions[name].wire_bytes(value))
+            value = uploads.values[name]
+            same = (value == self.state[name]).view(*value.shape, 1).flatten(1).all(dim=1).tolist()
+            for unchanged in itertools.compress(uploads.unchanged, same):
+                unchanged.add(name)
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
         """Leave out an upload, and what the client could not send before, from which it would never recover."""
@@ -260,19 +358,6 @@ class FederatedServer:
         message = "Round %d: dropped the upload of client %s (not finite: %s). %s"
         log.warning(message, client_round.round, client, names, DIVERGED)
 
-    def code(self, clients: Sequence[str], sent: State) -> tuple[State, int]:
-        """What the server decodes in place of some entries, and bytes per client of all whose bytes do not vary."""
-        coded: State = {}
-        code_bytes = 0
-        if self.compression is not None:
-            names = [name for name in self._learnt if self.reductions[name].name == "mean"]
-            coded = {name: sent[name] for name in names if self.compression.saves(self.state[name])}
-            residuals = [self.store[client].get(_RESIDUAL, {}) for client in clients]
-            coded, left, code_bytes = transmit(self.compression, self.state, coded, residuals)
-            self._residuals.update(zip(clients, left, strict=True))  # what is left over waits for `keep`
-        plain = [value for name, value in sent.items() if name not in coded and self.reductions[name].by_shape]
-        return coded, code_bytes + sum(value.nbytes for value in plain) // len(clients)
-
     def keep(
         self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory], missed: bool = False
     ) -> None:
@@ -282,7 +367,7 @@ class FederatedServer:
         """
         own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].own}
         unsent = {n: v.detach().clone() for n, v in state.items() if missed and self.reductions[n].up}
-        sections = {"model": own, UNSENT: unsent, _RESIDUAL: self._residuals.pop(client, {}), **memories}
+        sections = {"model": own, UNSENT: unsent, **self._memories.pop(client, {}), **memories}
         kept: ClientState = {section: memory for section, memory in sections.items() if memory}
         if kept or self.store[client]:
             self.store[client] = kept
@@ -301,23 +386,37 @@ class FederatedServer:
     def finish_round(self) -> State:
         """Bring the uploads together; the new server state."""
         frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}  # to the bit
-        aggregate = {**self.aggregator.result(self.state), **frozen}
-        if not self.aggregator.uploads:
+        aggregate = self.aggregator.result(self.state)
+        if self.aggregator.sums is not None and (self.aggregator.uploads or self.pipeline.changes_sums):
+            sums = self.aggregator.sums.result(self.state, [*self.record.trained], self.pipeline.setting.round)
+            self.pipeline.on_sum(sums)
+            aggregate |= apply_sums(self.state, sums)
+            check_still_finite(self.state, aggregate)
+        aggregate |= frozen
+        self.pipeline.on_aggregate(self.state, aggregate)
+        if not (self.aggregator.uploads or self.pipeline.changes_sums):
             log.warning("No upload of this round was usable: the server state stays as it was.")
         elif self._server_optimizer is not None and self._learnt:
             aggregate = self._server_optimizer.step(self.state, aggregate)
             when = "after its optimizer's step. Lower the learning rate of `server_optimizer`"
             check_finite(aggregate, self._learnt, when)
         if self.largest_update < math.inf:
-            rules = {n: of for n, of in self.reductions.items() if of.up and of.down and of.name != "sum"}
+            rules = {n: of for n, of in self.reductions.items() if of.up and of.down}
             moving = [name for name in rules if self.state[name].is_floating_point()]
             check_moved(self.state, aggregate, moving, self.largest_update)
         self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
         self.aggregator = Aggregator({})  # the next one may take as much room
         self._offer(aggregate)
         self.sent_once.note(self.record)
+        self.pipeline.end_round()
         self.store.end_round()
         return aggregate
+
+    def undo_round(self) -> None:
+        """Restore what clients and transforms keep from before the round, which was interrupted."""
+        self._memories = {}
+        self.pipeline.undo_round()
+        self.store.undo_round()
 
     def kept_for(self, section: str) -> State:
         """What it keeps for a method, by name."""
@@ -345,6 +444,7 @@ class FederatedServer:
         clients = {client: self.store[client] for client in self.store} if clients is None else clients
         untouched = [name for name in self._published or () if name not in self._changed]
         kept = {"extra": self.extra, "sent_once": self.sent_once.received, "accepted": self.accepted}
+        kept["transforms"] = [transform.state_dict() for transform in self.pipeline.transforms]
         return {"clients": clients, "server_optimizer": optimizer, "untouched": untouched, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -354,5 +454,7 @@ class FederatedServer:
         self.accepted = {str(client): int(round) for client, round in state.get("accepted", {}).items()}
         self.sent_once.received = dict(state.get("sent_once", {}))
         self._restored = state["server_optimizer"]
+        for transform, transform_state in zip(self.pipeline.transforms, state.get("transforms", ()), strict=False):
+            transform.load_state_dict(transform_state)
         self._untouched = kept if isinstance(kept := state.get("untouched"), list) else None
         self._server_optimizer = None

@@ -1,66 +1,100 @@
-"""What goes over the wire: the record of a round, and compression of uploads with error feedback.
+"""The record of a round, and compression of uploads with error feedback.
 
-What is not sent now is sent later. A client's *update* of an entry is its state minus the server state of the round,
-plus what earlier rounds have left over. The client sends a code of it, the server adds what it decodes to its own
-state, and the client keeps the *residual*, the update minus what was decoded (Seide et al. 2014; Stich et al. 2018,
-"Sparsified SGD with memory", Algorithm 1). So nothing is lost, and the sum of what the server has decoded stays within
-one residual of the sum of all updates.
+A client's *update* of an entry is its state minus the state with which it started, plus the residual of earlier rounds.
+The client sends a code of the update, the server decodes it, and the client keeps the *residual*, the update minus what
+the server decodes (Seide et al. 2014; Stich et al. 2018, "Sparsified SGD with memory", Algorithm 1). So the sum of the
+decoded updates differs from the sum of all updates by one residual at most.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fcl.errors import InvalidValueError, check_arguments
-from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.packing import pack_integers, pack_mask, unpack_integers, unpack_mask
 from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.federation.reductions import State
+from lightning_fcl.federation.uploads import Code, Forms, Setting, UpdateCodec, Uploads
 
 DIVERGED = "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
 """What to do about numbers that are not finite."""
 
+RESIDUAL = "residual"
+"""The section of a client's state that has the residuals of compression."""
 
-class Compression(ABC):
-    """A code for updates, entry by entry: a subclass says what is decoded, and how many bytes the code has."""
+
+class Compression(UpdateCodec, ABC):
+    """Lossy compression of updates, for each entry by itself, with error feedback.
+
+    It applies to trainable parameters whose reduction is ``compressible`` and whose code is shorter. Buffers are sent
+    as they are: the residual of a variance could make it negative. A subclass defines what is sent.
+    """
+
+    keeps_state = True
 
     @abstractmethod
-    def decoded(self, update: Tensor) -> Tensor:
-        """What the server decodes of the updates of several clients, shape (clients, n), each by itself."""
+    def compress(self, updates: Tensor) -> State:
+        """Return the tensors that are sent in place of the updates of several clients, shape (clients, n)."""
 
-    @abstractmethod
-    def nbytes(self, n: int, itemsize: int) -> int:
-        """Bytes of the code of one client's ``n`` numbers, of ``itemsize`` bytes each as they are."""
-
-    def saves(self, value: Tensor) -> bool:
-        """Whether the code of a tensor is shorter than the tensor; others travel as they are."""
+    def should_compress(self, value: Tensor) -> bool:
+        """Return whether the code of a tensor is shorter than the tensor. Others are sent as they are."""
         return self.nbytes(value.numel(), value.element_size()) < value.nbytes
 
-    def hparams(self) -> dict[str, Any]:
-        """What makes this compression the one that it is, for checkpoints."""
-        return {"class": type(self).__name__, **vars(self)}
+    def codes(self, name: str, setting: Setting) -> bool:
+        return name in setting.trainable and self.should_compress(setting.state[name])
+
+    def setup(self, setting: Setting) -> None:
+        for name in setting.trainable:
+            if not setting.reductions[name].compressible:
+                raise InvalidValueError(
+                    f"Expected a reduction that can be compressed, such as `mean`, for the parameter `{name}` but got "
+                    f"`{setting.reductions[name]}`.",
+                    hint="Use another reduction, or leave `compression` out.",
+                    argument="compression",
+                    value=name,
+                )
+        self._setting = setting
+
+    def encode(self, uploads: Uploads) -> None:
+        before = [kept.get(RESIDUAL, {}) for kept in uploads.kept]
+        uploads.memories[RESIDUAL] = after = [dict(residual) for residual in before]
+        for name in [name for name in uploads.values if self.codes(name, self._setting)]:
+            update = uploads.update(name)
+            if uploads.are_updates:
+                update = update.clone()
+            for row, residual in zip(update, before, strict=True):
+                if name in residual and residual[name].shape == row.shape:
+                    row += residual[name].to(row.device)
+            code = Code(self, self.compress(update.reshape(len(update), -1)), update[0])
+            del uploads.values[name]
+            uploads.codes[name] = code
+            for memory, row in zip(after, update - code.decoded(), strict=True):
+                memory[name] = row.clone()  # A row alone would keep those of all clients in memory.
 
 
 class TopK(Compression):
-    """The numbers of an update that are largest in size, of each entry on its own.
+    """The elements of an update with the largest absolute values, for each entry by itself.
 
-    Of n numbers ``fraction * n`` travel, rounded up, with their places: 4 bytes each, or one bit for each of the n,
-    whichever is shorter. With ``bits`` they are also coded as by `Quantize`.
+    Of n elements, ``fraction * n`` are sent, rounded up, with their positions: 4 bytes each, or one bit for each of the
+    n elements, whichever is shorter. With ``bits`` the elements are also quantized as by `Quantize`.
 
     Args:
-        fraction: Share of an entry's numbers that travel, above 0 and up to 1. 1 is no compression, to the bit.
-        bits: Bits of each number; None: as it is.
+        fraction: Share of an entry's elements that are sent, above 0 and up to 1. With 1 and no ``bits``, the code is
+            not shorter, and entries are sent as they are.
+        bits: Bits of each element. None: elements are not quantized.
 
     Raises:
         ValueError: If an argument is out of range.
 
     Example:
-        >>> TopK(fraction=0.5).decoded(torch.tensor([[3.0, -1.0, 0.5, -4.0]]))
+        >>> code, update = TopK(fraction=0.5), torch.tensor([[3.0, -1.0, 0.5, -4.0]])
+        >>> code.decompress(code.compress(update), update[0])
         tensor([[ 3.,  0.,  0., -4.]])
         >>> TopK(fraction=0.01).nbytes(1000, itemsize=4), TopK(fraction=0.5).nbytes(1000, itemsize=4)
         (80, 2125)
@@ -77,37 +111,77 @@ class TopK(Compression):
         self.fraction = float(fraction)
         self.bits = None if bits is None else _checked(bits)
 
-    def decoded(self, update: Tensor) -> Tensor:
-        k = self._sent(update.shape[1])
-        places = update.abs().topk(k, dim=1, sorted=False).indices
-        values = update.gather(1, places)
-        return torch.zeros_like(update).scatter_(
-            1, places, values if self.bits is None else _rounded(values, self.bits)
-        )
+    def compress(self, updates: Tensor) -> State:
+        n = updates.shape[1]
+        k = self._count(n)
+        positions = updates.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+        values = updates.gather(1, positions)
+        tensors = {"values": values} if self.bits is None else _quantize(values, self.bits)
+        if k == n:
+            return tensors
+        if _mask_is_shorter(k, n):
+            chosen = torch.zeros(updates.shape, dtype=torch.bool, device=updates.device)
+            return {**tensors, "mask": pack_mask(chosen.scatter_(1, positions, True))}
+        return {**tensors, "positions": positions.int()}
+
+    def decompress(self, tensors: State, like: Tensor) -> Tensor:
+        n = like.numel()
+        k = self._count(n)
+        values = tensors["values"] if self.bits is None else _dequantize(tensors, k, self.bits, like.dtype)
+        if k == n:
+            return values
+        if "mask" in tensors:
+            chosen = unpack_mask(tensors["mask"], n)
+            if not bool((chosen.sum(dim=1) == k).all()):
+                raise InvalidValueError(f"Expected the positions of {k} elements of a code but got another number.")
+            positions = chosen.nonzero()[:, 1].view(len(values), k)
+        else:
+            positions = tensors["positions"].long()
+            if not bool((positions.diff(dim=1) > 0).all()) or int(positions.min()) < 0 or int(positions.max()) >= n:
+                raise InvalidValueError(f"Expected ascending positions from 0 to {n - 1} in a code but got others.")
+        return values.new_zeros(len(values), n).scatter_(1, positions, values)
+
+    def scale(self, tensors: State, factors: Tensor) -> State:
+        name = "values" if self.bits is None else "scale"
+        return {**tensors, name: tensors[name] * factors[:, None].to(tensors[name])}
+
+    def forms(self, like: Tensor) -> Forms:
+        n = like.numel()
+        k = self._count(n)
+        forms: Forms = {"values": (like.dtype, (k,))}
+        if self.bits is not None:
+            forms = _quantized_forms(k, self.bits, like.dtype)
+        if k < n:
+            forms |= (
+                {"mask": (torch.uint8, (-(-n // 8),))} if _mask_is_shorter(k, n) else {"positions": (torch.int32, (k,))}
+            )
+        return forms
 
     def nbytes(self, n: int, itemsize: int) -> int:
-        k = self._sent(n)
-        places = min(4 * k, -(-n // 8)) if k < n else 0
-        return places + (k * itemsize if self.bits is None else _rounded_nbytes(k, self.bits))
+        k = self._count(n)
+        positions = min(4 * k, -(-n // 8)) if k < n else 0
+        return positions + (k * itemsize if self.bits is None else _quantized_nbytes(k, self.bits, itemsize))
 
-    def _sent(self, n: int) -> int:
+    def _count(self, n: int) -> int:
         return math.ceil(round(self.fraction * n, 6))  # 0.07 * 100 is a bit above 7
 
 
 class Quantize(Compression):
-    """Every number of an update as a whole multiple of its entry's scale, the nearest one.
+    """Every element of an update as an integer multiple of the scale of its entry, rounded to nearest.
 
-    The largest size in an entry is ``2^(bits - 1) - 1`` times the scale, which travels, too, in 4 bytes. Numbers are
-    not rounded at random as in Alistarh et al. 2017 (QSGD): error feedback makes up for the bias.
+    The largest absolute value of an entry is ``2^(bits - 1) - 1`` times the scale, which is also sent: 4 bytes, or 8
+    for elements of 8 bytes. Rounding is not stochastic as in Alistarh et al. 2017 (QSGD): error feedback removes the
+    bias.
 
     Args:
-        bits: Bits of each number, from 2 to 16.
+        bits: Bits of each element, from 2 to 16.
 
     Raises:
         ValueError: If ``bits`` is out of range.
 
     Example:
-        >>> Quantize(bits=3).decoded(torch.tensor([[3.0, -1.2, 0.4, -1.6]]))
+        >>> code, update = Quantize(bits=3), torch.tensor([[3.0, -1.2, 0.4, -1.6]])
+        >>> code.decompress(code.compress(update), update[0])
         tensor([[ 3., -1.,  0., -2.]])
         >>> Quantize(bits=8).nbytes(1000, itemsize=4)
         1004
@@ -117,38 +191,20 @@ class Quantize(Compression):
     def __init__(self, bits: int = 8) -> None:
         self.bits = _checked(bits)
 
-    def decoded(self, update: Tensor) -> Tensor:
-        return _rounded(update, self.bits)
+    def compress(self, updates: Tensor) -> State:
+        return _quantize(updates, self.bits)
+
+    def decompress(self, tensors: State, like: Tensor) -> Tensor:
+        return _dequantize(tensors, like.numel(), self.bits, like.dtype)
+
+    def scale(self, tensors: State, factors: Tensor) -> State:
+        return {**tensors, "scale": tensors["scale"] * factors[:, None].to(tensors["scale"])}
+
+    def forms(self, like: Tensor) -> Forms:
+        return _quantized_forms(like.numel(), self.bits, like.dtype)
 
     def nbytes(self, n: int, itemsize: int) -> int:
-        return _rounded_nbytes(n, self.bits)
-
-
-def transmit(
-    compression: Compression,
-    server: Mapping[str, Tensor],
-    states: Mapping[str, Tensor],
-    residuals: Sequence[Mapping[str, Tensor]],
-) -> tuple[State, list[State], int]:
-    """What the server makes of clients' compressed uploads, what each client has left over, and the bytes of each code.
-
-    Args:
-        residuals: What each client has left over; an entry that is not there, or has another shape, counts as 0.
-    """
-    received: State = {}
-    left: list[State] = [dict(residual) for residual in residuals]
-    nbytes = 0
-    for name, value in states.items():
-        update = value - server[name]
-        for row, residual in zip(update, residuals, strict=True):
-            if name in residual and residual[name].shape == row.shape:
-                row += residual[name].to(row.device)
-        sent = compression.decoded(update.reshape(len(update), -1)).view_as(update)
-        received[name] = server[name] + sent
-        for mine, row in zip(left, update - sent, strict=True):
-            mine[name] = row.clone()  # a row alone would keep those of all clients in memory
-        nbytes += compression.nbytes(server[name].numel(), value.element_size())
-    return received, left, nbytes
+        return _quantized_nbytes(n, self.bits, itemsize)
 
 
 def _checked(bits: int) -> int:
@@ -159,17 +215,33 @@ def _checked(bits: int) -> int:
     return bits
 
 
-def _rounded(values: Tensor, bits: int) -> Tensor:
-    """Every row as multiples of its own scale."""
+def _mask_is_shorter(k: int, n: int) -> bool:
+    return -(-n // 8) < 4 * k
+
+
+def _quantize(values: Tensor, bits: int) -> State:
+    """Return every row as multiples of its own scale."""
     levels = 2 ** (bits - 1) - 1
     wide = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision is as coarse as the multiples
     scale = wide.abs().amax(dim=1, keepdim=True) / levels
     multiples = (wide / torch.where(scale > 0, scale, 1)).round_().clamp_(-levels, levels)
-    return multiples.mul_(scale).to(values.dtype)
+    integers = multiples.nan_to_num_().int() + levels
+    return {"scale": scale, "integers": pack_integers(integers, bits)}
 
 
-def _rounded_nbytes(n: int, bits: int) -> int:
-    return -(-n * bits // 8) + 4
+def _dequantize(tensors: State, n: int, bits: int, dtype: torch.dtype) -> Tensor:
+    levels, scale = 2 ** (bits - 1) - 1, tensors["scale"]
+    multiples: Tensor = (unpack_integers(tensors["integers"], n, bits) - levels).to(scale.dtype)
+    return multiples.mul_(scale).to(dtype)
+
+
+def _quantized_forms(n: int, bits: int, dtype: torch.dtype) -> Forms:
+    scale = torch.promote_types(dtype, torch.float32)
+    return {"scale": (scale, (1,)), "integers": (torch.uint8, (-(-n * bits // 8),))}
+
+
+def _quantized_nbytes(n: int, bits: int, itemsize: int) -> int:
+    return -(-n * bits // 8) + max(4, itemsize)
 
 
 @dataclass

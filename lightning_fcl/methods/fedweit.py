@@ -17,7 +17,6 @@ from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of, ranks_of
 from lightning_fcl.federation.ranks import share_by_client
-from lightning_fcl.federation.reductions import sparse_bytes
 from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import methods_of
@@ -298,4 +297,4 @@ def unpack(values: Tensor, bits: Tensor, size: int) -> Tensor:
 
 def _wire_bytes(packed: Memory, size: int) -> int:
     values = packed["values"]
-    return sparse_bytes(len(values), size, values.element_size())
+    return min(size * values.element_size(), values.nbytes + -(-size // 8))

@@ -45,8 +45,14 @@ class Rows(Reduction):
     def start(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
 
-    def wire_bytes(self, value: Tensor) -> int:
-        return int(value.any(dim=1).sum()) * value[:1].nbytes
+    def pack(self, value: Tensor) -> Tensor:
+        return filled_rows(value)
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        """Return the rows, followed by rows of zeros: their positions do not matter."""
+        if packed.dtype != like.dtype or packed.dim() != like.dim() or packed.shape[1:] != like.shape[1:]:
+            return super().unpack(packed, like)
+        return torch.cat([packed, like.new_zeros(max(0, len(like) - len(packed)), *like.shape[1:])])
 
     def accumulator(self) -> Accumulator:
         return Gather(lambda sent, server: {name: torch.cat(rows) for name, rows in sent.items()}, filled_rows)

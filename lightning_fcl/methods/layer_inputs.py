@@ -30,7 +30,7 @@ def averaged_layers(module: L.LightningModule) -> list[str]:
             and not isinstance(layer.padding, str)
         )
     ]
-    learning = {name for name in trainable(module) if of[name].name == "mean"}
+    learning = {name for name in trainable(module) if of[name].averages}
     own = {name: {f"{name}.{key}" for key, _ in module.get_submodule(name).named_parameters()} for name in places}
     chosen = [name for name in places if own[name] <= learning]
     if not chosen:

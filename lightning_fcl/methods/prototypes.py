@@ -48,8 +48,11 @@ class SumOfSome(Sum):
 
     name = "sum_of_some"
 
-    def wire_bytes(self, value: Tensor) -> int:
-        return value.nbytes if bool(value.any()) else 0
+    def pack(self, value: Tensor) -> Tensor:
+        return value if bool(value.any()) else value.new_empty(0)
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        return torch.zeros_like(like) if packed.shape == (0,) else super().unpack(packed, like)
 
 
 class _Sums:

@@ -87,7 +87,9 @@ class Unlearning(Method):
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         memory, federation = client.memory, client.federation
         assert federation is not None  # as it needs one
-        sums = [name for name, reduction in federation.server.reductions.items() if reduction.name == "sum"]
+        sums = [
+            name for name, of in federation.server.reductions.items() if of.additive and not (of.weighted or of.down)
+        ]
         if not sums or client.missed:  # what is unsent comes again
             return memory
         same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])

@@ -45,6 +45,7 @@ DRAWS = 2
 def fingerprint_of(federation: Federation) -> dict[str, Any]:
     """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
+    codec = server.pipeline.codec
     stream, every = (
         need_stream(module.trainer),
         federation.strategy.local_steps.every,
@@ -66,7 +67,8 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "keep_optimizer": federation.strategy.keep_optimizer,
         "swarm": swarm.hparams() if swarm else None,
         "schedule": schedule.hparams() if schedule else None,
-        "compression": server.compression.hparams() if server.compression else None,
+        "compression": codec.hparams() if codec is not None else None,
+        "upload_transforms": [one.hparams() for one in server.pipeline.transforms if one is not codec],
         "seed": federation.seed,
         "version of draws": DRAWS,
     }

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_fcl.callbacks.epoch_log import RoundLog
 from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.batches import Batch, Batching
+from lightning_fcl.data.client_round import current_round
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.methods.compose import methods_of
@@ -158,7 +159,8 @@ class FitHooks(Callback):
         federation = self.federation
         if trainer.checkpoint_callbacks:
             check_states(one for one in callbacks_of(trainer) if one is not self)
-        federation.server.begin(pl_module, self.strategy.rules, server_entries(federation.methods, pl_module))
+        extra, rules = server_entries(federation.methods, pl_module), self.strategy.rules
+        federation.server.begin(pl_module, rules, extra, current_round(trainer))
         self._logs = RoundLog(pl_module, self.strategy.ranks)
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from lightning_fcl.federation.optimizers import check_optimizer
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.wire import Compression
+from lightning_fcl.federation.uploads import Pipeline
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.step_trial import why_not_by_step
@@ -115,7 +115,7 @@ def check_settings(
     cohort_size: int | Literal["auto"],
     swarm: Swarm | None,
     schedule: Schedule | None,
-    compression: Compression | None,
+    pipeline: Pipeline,
 ) -> None:
     """Refuse settings of a strategy that are out of range, or do not go together."""
     at_least(1, local_epochs=local_epochs)
@@ -125,16 +125,17 @@ def check_settings(
             argument="cohort_size",
             value=cohort_size,
         )
-    if compression is not None and swarm is not None and (swarm.dropout or swarm.missing):
+    if pipeline.transforms and swarm is not None and (swarm.dropout or swarm.missing):
+        names = ", ".join(type(transform).__name__ for transform in pipeline.transforms)
         raise InvalidValueError(
-            f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: who "
-            "has missed a synchronisation knows no server state that its update could refer to.",
-            hint="Leave `dropout` and `missing` of the swarm out, or `compression`.",
+            f"Expected a `swarm` without `dropout` and `missing` beside {names} but got {swarm.hparams()}: a client "
+            "that missed a synchronization did not start with a state of the server, so that its update is unknown.",
+            hint=f"Leave `dropout` and `missing` of the swarm out, or {names}.",
             argument="swarm",
             value=swarm,
         )
     if schedule is not None:
-        schedule.check(compression)
+        schedule.check(pipeline)
 
 
 def check_trainer(trainer: L.Trainer) -> None:

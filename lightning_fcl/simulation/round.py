@@ -177,7 +177,7 @@ class Round:
             driver_of(federation.module.trainer).rest_frozen(federation.module)
         federation.strategy.counters.users = find_users(federation.module.trainer)
         extra = self.method_round.server_entries()
-        federation.server.begin_round(federation.module, federation.strategy.rules, extra)
+        federation.server.begin_round(federation.module, federation.strategy.rules, extra, self.number)
         if isinstance(federation.trainer, SequentialTrainer):
             federation.isolation = federation.isolation or isolation_of(self)
             self.loose = _loose_state(federation, self.loose)
@@ -254,7 +254,7 @@ class Round:
             self.loose.settle()
         federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
         load_entries(federation.module, federation.server.state)
-        federation.server.store.undo_round()
+        federation.server.undo_round()
 
     # The steps of a group of clients.
 

@@ -9,7 +9,8 @@ from lightning_fcl.errors import InvalidValueError, listed
 from lightning_fcl.federation.aggregation import State, entries, frozen_parameters, reductions_of, resolve
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Deployment
-from lightning_fcl.federation.wire import DIVERGED, Compression
+from lightning_fcl.federation.uploads import UpdateCodec
+from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.functional import trainable
 from lightning_fcl.methods.method_round import server_entries
@@ -33,7 +34,7 @@ def begin_schedule(federation: Federation) -> None:
     learnt = [*trainable(module)]
     frozen = frozen_parameters(module, reductions)
     sent = {n: value for n, value in state.items() if n not in frozen and not reductions[n].once}
-    sizes = message_bytes(sent, reductions, server.compression, learnt)
+    sizes = message_bytes(sent, reductions, server.pipeline.codec, learnt)
     deployment = Deployment(
         federation.stream.plan, federation.participation, federation.strategy.local_epochs, *sizes, reductions
     )
@@ -56,7 +57,7 @@ def check_sums(federation: Federation) -> None:
 
 
 def message_bytes(
-    state: State, reductions: Mapping[str, Reduction], compression: Compression | None, learnt: Collection[str]
+    state: State, reductions: Mapping[str, Reduction], codec: UpdateCodec | None, learnt: Collection[str]
 ) -> tuple[int, int]:
     """Bytes that a client receives and sends in a round, as far as they are known beforehand.
 
@@ -65,7 +66,7 @@ def message_bytes(
     Args:
         state: The entries.
         reductions: The reduction of each.
-        compression: Code of the ``learnt`` entries whose reduction is ``mean``.
+        codec: Encodes updates of the ``learnt`` entries.
         learnt: Names of the trainable parameters.
 
     Example:
@@ -77,11 +78,9 @@ def message_bytes(
     down = sum(value.nbytes for name, value in state.items() if reductions[name].down)
     up = 0
     for name, value in state.items():
-        code = compression if name in learnt and reductions[name].name == "mean" else None
-        if code is not None and code.saves(value):
-            up += code.nbytes(value.numel(), value.element_size())
-        elif reductions[name].up:
-            up += value.nbytes
+        if reductions[name].up:
+            nbytes = codec.nbytes(value.numel(), value.element_size()) if codec and name in learnt else value.nbytes
+            up += min(nbytes, value.nbytes)
     return down, up
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from lightning_fcl.federation.optimizers import OptimizerFactory, settings_of
 from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.federation.uploads import Pipeline, UploadTransform
 from lightning_fcl.federation.wire import Compression
 from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.local.local_steps import LocalSteps
@@ -79,9 +80,10 @@ class FederatedStrategy(RanksStrategy):
         swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
         schedule: The clock of a rehearsed deployment: a `lightning_fcl.federation.schedule.Deadline` a round, or
             asynchronous rounds, `lightning_fcl.federation.fedbuff.FedBuff`. None: rounds wait for all their clients.
-        compression: Code of the uploads: `lightning_fcl.federation.wire.TopK` or `Quantize`. It applies to
-            trainable parameters whose reduction is ``mean``; what it leaves over stays with the client for its next
-            upload.
+        compression: Compression of uploads with error feedback: `lightning_fcl.federation.wire.TopK` or `Quantize`. It
+            applies to trainable parameters, whose reductions have to be ``compressible``, such as ``mean``.
+        upload_transforms: What else is done with everything that clients upload, in the order of
+            `lightning_fcl.federation.uploads.Stage`: see `lightning_fcl.federation.uploads.UploadTransform`.
         on_unusable_round: What becomes of a fit when the uploads of a round have all been dropped, since they have
             numbers that are not finite: ``"stop"`` ends it, ``"warn"`` goes on with the server as it was.
         seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
@@ -123,6 +125,7 @@ class FederatedStrategy(RanksStrategy):
         swarm: Swarm | None = None,
         schedule: Schedule | None = None,
         compression: Compression | None = None,
+        upload_transforms: Sequence[UploadTransform] = (),
         on_unusable_round: Literal["stop", "warn"] = "stop",
         seed: int | None = None,
         start_method: StartMethod = "popen",
@@ -132,7 +135,8 @@ class FederatedStrategy(RanksStrategy):
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin, start_method)
         warn_of_other_lightning()
-        check_settings(local_epochs, cohort_size, swarm, schedule, compression)
+        transforms = [*([] if compression is None else [compression]), *upload_transforms]
+        check_settings(local_epochs, cohort_size, swarm, schedule, Pipeline(transforms))
         drawn = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)
         new_server = (
@@ -140,7 +144,7 @@ class FederatedStrategy(RanksStrategy):
             if schedule is not None
             else FederatedServer
         )
-        server = new_server(store, client_weights, server_optimizer, compression)
+        server = new_server(store, client_weights, server_optimizer, transforms)
         one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
         self.local_epochs, self.cohort_size, self.keep_optimizer = local_epochs, cohort_size, keep_optimizer
         self.rules: Rules = reductions or {}

@@ -14,7 +14,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError, at_least
 from lightning_fcl.federation.aggregation import Rules
-from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, SparseMean, State, filled_rows
+from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
+from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State, filled_rows
 from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading
 
 
@@ -108,8 +109,11 @@ class Gathered(Reduction):
     def start(self, server: Tensor) -> Tensor:
         return torch.zeros_like(server)
 
-    def wire_bytes(self, value: Tensor) -> int:
-        return SparseMean().wire_bytes(value)
+    def pack(self, value: Tensor) -> Tensor:
+        return pack_nonzero(value)
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        return unpack_nonzero(packed, like)
 
 
 class GatheredRows(Gathered):

@@ -197,7 +197,7 @@ def _private(parts: RecipeParts) -> bool:
     if isinstance(parts.model, Classifier) and parts.model.task_incremental:
         return True
     reductions = reductions_of(parts.model, parts.strategy.rules)
-    return any(reduction.name == "none" and name.startswith("model.") for name, reduction in reductions.items())
+    return any(reduction.own and name.startswith("model.") for name, reduction in reductions.items())
 
 
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment.answers import Limits, greeting_of, upload_of
+from lightning_fcl.deployment.answers import Limits, greeting_of
 from lightning_fcl.deployment.messages import Parcel, RefusedError, reason_of, tensor_of
-from lightning_fcl.federation.aggregation import BUILT_IN
 
-from .lies import HELLOS, KINDS, Message, numbers, saying
+from .lies import HELLOS, KINDS, Message, numbers, read_upload, saying, server_with
 
 BOUND = {"federation": "f" * 32, "round": 0, "message": "m" * 32}
 LIMITS = Limits(10**8, 12, 30, 1000.0)
@@ -31,12 +30,12 @@ def answer_to(state, rule="mean", **head):
         n: (v + torch.randn(v.shape) / 50 if v.is_floating_point() else v + 1).to(v.dtype) for n, v in state.items()
     }
     said = {"client": "1", **BOUND, "samples": 12, "rehearsed": 30, "diverged": False, **head}
-    reductions = {name: BUILT_IN[rule] for name in state}
+    server = server_with(state, rule)
 
     def read(message, limits=LIMITS):
-        return upload_of(message.record(), BOUND, "1", state, reductions, limits)
+        return read_upload(message, BOUND, "1", server, limits)
 
-    return Message.of(Parcel(said, trained, state)), trained, read
+    return Message.of(Parcel(said, trained)), trained, read
 
 
 def test_an_honest_answer_is_read_to_the_bit():
@@ -114,7 +113,7 @@ def test_what_a_server_has_that_is_large_or_not_finite_is_no_fault_of_a_client()
     state = server_state(**masks)
     honest, _, read = answer_to({name: value for name, value in state.items() if name not in masks})
     _, _, read = answer_to(state)
-    sent = Parcel(honest.head, {**state, "1.bias": state["1.bias"] + 1}, state)
+    sent = Parcel(honest.head, {**state, "1.bias": state["1.bias"] + 1})
     found = read(Message.of(sent)).state
     assert torch.equal(found["lowest"], masks["lowest"]) and torch.equal(found["1.bias"], state["1.bias"] + 1)
 
@@ -142,7 +141,7 @@ def test_whatever_fails_is_a_refusal(monkeypatch):
         UnicodeError("odd"),
         KeyError("\ud800"),
     ):
-        monkeypatch.setattr("lightning_fcl.deployment.answers.decode_entry", Mock(side_effect=error))
+        monkeypatch.setattr("lightning_fcl.deployment.answers.tensors_of", Mock(side_effect=error))
         with pytest.raises(RefusedError, match=f"can be read but got {type(error).__name__}"):
             read(honest)
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl.deployment.answers import MOST, Limits, upload_of
+from lightning_fcl.deployment.answers import MOST, Limits
 from lightning_fcl.deployment.messages import MODEL, Parcel, RefusedError
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.federation.aggregation import BUILT_IN, entries
+from lightning_fcl.federation.aggregation import entries
 
-from .lies import HELLOS, KINDS, Message, more, numbers, put, saying, without
+from .lies import HELLOS, KINDS, Message, more, numbers, put, read_upload, saying, server_with, without
 from .recipes import strategy
 
 TWO_ROUNDS = {"trainer": {"max_epochs": 2}}
@@ -212,9 +212,7 @@ def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(pr
         known = {n.removeprefix(MODEL): value for n, value in parcel.state.items() if n.startswith(MODEL)}
         limits = Limits(10**8, 10**3, MOST, 1000.0)
         try:
-            upload = upload_of(
-                message.record(), parcel.head, "1", known, dict.fromkeys(known, BUILT_IN["mean"]), limits
-            )
+            upload = read_upload(message, parcel.head, "1", server_with(known), limits)
         except RefusedError as error:
             assert str(error).isprintable() and len(str(error)) <= 500
             return True

@@ -1,38 +1,13 @@
-"""What has changed, and nothing else, travels: to the bit."""
+"""Messages are read as they were sent, and damaged ones are rejected."""
 
 import pytest
 import torch
 
-from lightning_fcl.deployment.messages import Parcel, RefusedError, decode_entry, encode_entry, opened, record_of
+from lightning_fcl.deployment.messages import Parcel, RefusedError, opened, record_of
 
 from .recipes import strategy
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (64, 3), (0, 3)])
-@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
-def test_what_is_restored_is_what_was_sent(dtype, shape, share):
-    start = torch.randn(shape).mul(3).to(dtype)
-    state = torch.where(torch.rand(shape) < share, torch.randn(shape).mul(3).to(dtype), start)
-    sent = encode_entry(state, start)
-    found = decode_entry("w", sent, start)
-    assert torch.equal(found, state) and found.dtype == dtype and len(sent) <= state.nbytes
-
-
-def test_zeros_keep_their_sign_and_other_shapes_travel_whole():
-    start, state = torch.zeros(40), torch.zeros(40)
-    state[3] = -0.0
-    assert decode_entry("w", encode_entry(state, start), start)[3].signbit()
-    assert len(encode_entry(state, start)) == 5 + 4 and len(encode_entry(torch.zeros(50), start)) == 200
-
-
-@pytest.mark.parametrize("made", [lambda b: b[:7], lambda b: b[:-1], lambda b: b + b"0000", lambda b: b"\xff" + b[1:]])
-def test_bytes_that_do_not_fit_what_has_changed_are_refused(made):
-    start = torch.zeros(64)
-    with pytest.raises(RefusedError, match=r"torch.float32 of shape \(64,\), or what has changed of it, but got \d+ b"):
-        decode_entry("w", made(encode_entry(torch.eye(8).flatten(), start)), start)
 
 
 @pytest.mark.parametrize("dtype", KINDS)

@@ -152,7 +152,7 @@ def test_a_recipe_names_it():
     given = {"reductions": {"model.0.*": "none", "model.1.*": krum}, "compression": code}
     strategy = parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy
     assert strategy.rules == {"model.0.*": "none", "model.1.*": Krum(2)}
-    assert strategy.server.compression.hparams() == TopK(0.2).hparams()
+    assert strategy.server.pipeline.codec.hparams() == TopK(0.2).hparams()
 
 
 def test_reductions_are_the_same_by_class_and_arguments():

@@ -90,7 +90,7 @@ def test_the_module_is_as_without_them_and_their_bytes_count():
 
 
 def test_compression_leaves_them_as_they_are():
-    server, module = make_server(compression=TopK(0.3))
+    server, module = make_server(transforms=[TopK(0.3)])
     extra = {"Method.mean": (torch.zeros(100), "mean")}
     sent = {"Method.mean": torch.arange(200.0).view(2, 100)}
     _, result = one_round(server, module, extra=extra, sent=sent, weights=(1, 1))

@@ -1,0 +1,545 @@
+"""Uploads: everything that leaves a client, and the list of transforms that it passes through.
+
+Each tensor that a client sends in a round, an entry of the module, an entry that the server keeps for a method, or a
+message of a method, is in an `Uploads` object, together with the tensors of other clients that train vectorized. In a
+simulation and on a node of a deployment, the object passes through the same list:
+
+=======================  ====================================================================================
+Where                    What happens
+=======================  ====================================================================================
+client                   `UploadTransform.encode` of each transform, first to last; then the bytes are counted
+server, each upload      `UploadTransform.decode`, last to first; check of finite values; sum
+server, sum of a round   `UploadTransform.on_sum`, last to first; division by the denominators
+server, aggregate        `UploadTransform.on_aggregate`, first to last; server optimizer
+=======================  ====================================================================================
+
+With a transform that has ``sums_only`` (a mask), the server adds encoded values, and there is no decoding, no check of
+finite values and no scaling of stale uploads for a single client.
+
+Values that are local to a client are not part of an upload.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.errors import InvalidValueError, quoted
+from lightning_fcl.federation.client_store import ClientState, Memory
+from lightning_fcl.federation.packing import pack_nonzero
+from lightning_fcl.federation.reductions import Accumulator, Reduction, State
+
+Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of tensors, by name."""
+
+
+class Stage(IntEnum):
+    """The positions of transforms in a list, which is ascending."""
+
+    COMPRESSION = 1
+    CLIP = 2
+    NOISE = 3
+    MASK = 4
+    COUNT = 5
+
+
+class Code:
+    """The encoded updates of several clients for one entry.
+
+    Args:
+        codec: The transform that decodes them.
+        tensors: The tensors that are sent, by name, each of shape (clients, ...).
+        like: A tensor of the shape, dtype and device of one client's update.
+    """
+
+    def __init__(self, codec: UpdateCodec, tensors: State, like: Tensor) -> None:
+        self.codec, self.tensors, self.like = codec, tensors, like
+
+    def decoded(self) -> Tensor:
+        """Return the updates, shape (clients, ...)."""
+        rows = self.codec.decompress(self.tensors, self.like)
+        return rows.view(len(rows), *self.like.shape)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a transform is told about the federation before each round.
+
+    Args:
+        state: The server's state at the start of the round.
+        reductions: The reduction of each entry of the state.
+        trainable: Names of the trainable parameters that clients upload.
+        seed: The seed of the federation.
+        round: The number of the round.
+        clients: All clients of the federation.
+    """
+
+    state: State
+    reductions: Mapping[str, Reduction]
+    trainable: Sequence[str]
+    seed: int
+    round: int
+    clients: Sequence[str]
+
+    @property
+    def uploaded(self) -> list[str]:
+        """Names of the entries that clients upload."""
+        return [name for name in self.state if self.reductions[name].up]
+
+
+class Uploads:
+    """The uploads of several clients.
+
+    Args:
+        clients: The clients.
+        weights: The weight of each client in means.
+        reductions: The reduction of each entry.
+        values: The entries, each of shape (clients, ...): states, or updates if ``are_updates``.
+        origins: The value of each entry from which an update is measured, `Reduction.nothing` of the state with which
+            the client started. It has the shape of one client's value, or (clients, ...) if clients started with
+            different states.
+        are_updates: Whether ``values`` are updates, which are values minus origins.
+        kept: The state of each client at the start of the round, by section.
+
+    Attributes:
+        codes: Entries that are sent encoded. They are not among ``values``.
+        messages: What clients send to a method beside the entries, by section of the method: a dict of tensors for each
+            client.
+        unchanged: Names of the entries that each client leaves out because they equal the state that the server sent.
+        memories: New client state of transforms, by section: a dict of tensors for each client. It replaces the state
+            before when the server has accepted the upload.
+    """
+
+    def __init__(
+        self,
+        clients: ClientRounds,
+        weights: list[float],
+        reductions: Mapping[str, Reduction],
+        values: State,
+        origins: State,
+        are_updates: bool = False,
+        kept: Sequence[ClientState] = (),
+    ) -> None:
+        self.clients, self.weights, self.reductions, self.origins = clients, weights, reductions, origins
+        self.values, self.are_updates, self.kept = values, are_updates, kept
+        self.codes: dict[str, Code] = {}
+        self.messages: dict[str, list[State]] = {}
+        self.unchanged: list[set[str]] = [set() for _ in weights]
+        self.memories: dict[str, list[Memory]] = {}
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all entries."""
+        return [*self.values, *self.codes]
+
+    def update(self, name: str) -> Tensor:
+        """Return the updates of an entry as the server decodes them, shape (clients, ...)."""
+        if name in self.codes:
+            return self.codes[name].decoded()
+        return self.values[name] if self.are_updates else difference(self.values[name], self.origins[name])
+
+    def set_update(self, name: str, update: Tensor) -> None:
+        """Replace the updates of an entry that is not encoded."""
+        self.values[name] = update if self.are_updates else self.origins[name] + update
+
+    def norms(self) -> Tensor:
+        """Return the joint L2 norm of everything that each client uploads, as decoded, float64 of shape (clients,)."""
+        squares = torch.zeros(len(self), dtype=torch.float64)
+        for name in self.names:
+            squares += _squares(self.update(name)).cpu()
+        for sent in self.messages.values():
+            squares += torch.stack(
+                [sum((_squares(v[None])[0] for v in m.values()), squares.new_zeros(())).cpu() for m in sent]
+            )
+        return squares.sqrt()
+
+    def scale(self, factors: Tensor) -> None:
+        """Multiply everything that each client uploads by a factor, shape (clients,), as the server decodes it.
+
+        Integers are rounded toward zero.
+        """
+        for name, value in self.values.items():
+            self.set_update(name, _scaled(self.update(name), factors.to(value.device)))
+        for code in self.codes.values():
+            code.tensors = code.codec.scale(code.tensors, factors)
+        for sent in self.messages.values():
+            sent[:] = [
+                {name: _scaled(value[None], factor[None].to(value.device))[0] for name, value in message.items()}
+                for message, factor in zip(sent, factors, strict=True)
+            ]
+
+    def tensors(self) -> State:
+        """Return all entries as they are sent, each of shape (clients, ...). Tensors of a code are ``NAME/TENSOR``."""
+        coded = {f"{name}/{part}": value for name, code in self.codes.items() for part, value in code.tensors.items()}
+        return {**self.values, **coded}
+
+    def sent(self, row: int) -> State:
+        """Return the tensors that one client sends, packed, by name. Their bytes are those of the upload."""
+        state = {
+            name: self.reductions[name].pack(value[row])
+            for name, value in self.values.items()
+            if name not in self.unchanged[row]
+        }
+        for name, code in self.codes.items():
+            state |= {f"{name}/{part}": value[row] for part, value in code.tensors.items()}
+        for section, sent in self.messages.items():
+            state |= {f"{section}/{name}": pack_nonzero(value) for name, value in sent[row].items()}
+        return state
+
+    def nbytes(self) -> list[int]:
+        """Return the number of bytes that each client sends: those of `sent`."""
+        reductions = self.reductions
+        same = [value for name, value in self.values.items() if reductions[name].by_shape]
+        each = sum(value[0].nbytes for value in [*same, *(v for c in self.codes.values() for v in c.tensors.values())])
+        packed = [name for name in self.values if not reductions[name].by_shape]
+        numbers = []
+        for row, unchanged in enumerate(self.unchanged):
+            more = sum(reductions[name].wire_bytes(self.values[name][row]) for name in packed if name not in unchanged)
+            less = sum(self.values[name][row].nbytes for name in unchanged if reductions[name].by_shape)
+            beside = sum(pack_nonzero(v).nbytes for sent in self.messages.values() for v in sent[row].values())
+            numbers.append(each + more - less + beside)
+        return numbers
+
+
+@dataclass
+class Sums:
+    """The sums of a round, before the division by the denominators.
+
+    Args:
+        values: The sum of the clients' weighted updates for each entry.
+        denominators: The number that each sum is divided by. 0: the entry keeps the server's value.
+        clients: Names of the clients whose uploads are in the sums.
+        round: The number of the round.
+    """
+
+    values: State
+    denominators: dict[str, float]
+    clients: Sequence[str]
+    round: int
+
+
+class UploadTransform:
+    """A step between what clients send and what the server aggregates.
+
+    A subclass overrides some of the functions, which change their argument in place. Each is called in a simulation and
+    in a deployment. Client state is kept in ``uploads.memories``, and the server saves it if it accepts the upload.
+
+    Example:
+        >>> class Halved(UploadTransform):
+        ...     stage = Stage.CLIP
+        ...     needs_updates = True
+        ...
+        ...     def encode(self, uploads):
+        ...         uploads.scale(torch.full((len(uploads),), 0.5))
+    """
+
+    stage: ClassVar[Stage]
+    """The position in a list of transforms."""
+
+    needs_updates: ClassVar[bool] = False
+    """Whether clients send updates (values minus the value that the client started with) in place of states."""
+
+    sums_only: ClassVar[bool] = False
+    """Whether the server may see sums of encoded values only. Such a transform has an `accumulator` and `on_sum`."""
+
+    keeps_state: ClassVar[bool] = False
+    """Whether clients keep state for it between rounds."""
+
+    def setup(self, setting: Setting) -> None:
+        """Prepare for a round. Called before each round, and before the first one when a fit starts.
+
+        Raises:
+            InvalidValueError: If the transform cannot be applied to an entry.
+        """
+
+    def encode(self, uploads: Uploads) -> None:
+        """Change what clients send."""
+
+    def decode(self, uploads: Uploads) -> None:
+        """Change uploads that the server has received."""
+
+    def accumulator(self) -> Accumulator:
+        """Return a new object that adds the encoded tensors of all entries in a round, see ``sums_only``."""
+        raise NotImplementedError(f"Expected `{type(self).__name__}` with `sums_only` to have an `accumulator`.")
+
+    def on_sum(self, sums: Sums) -> None:
+        """Change the sums of a round, which may have no clients."""
+
+    def on_aggregate(self, before: State, aggregate: State) -> None:
+        """Change the new server state before the server optimizer uses it."""
+
+    def end_round(self) -> None:
+        """Save the server's state of the transform: the round is complete."""
+
+    def undo_round(self) -> None:
+        """Restore the server's state of the transform from before the round, which was interrupted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the server's state of the transform, for checkpoints: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    def hparams(self) -> dict[str, Any]:
+        """Return the arguments, for checkpoints."""
+        return {"class": type(self).__name__, **{n: v for n, v in vars(self).items() if not n.startswith("_")}}
+
+
+class UpdateCodec(UploadTransform, ABC):
+    """A transform that replaces the updates of entries by codes."""
+
+    stage = Stage.COMPRESSION
+
+    linear: ClassVar[bool] = False
+    """Whether the code of a sum of updates is the sum of their codes."""
+
+    @abstractmethod
+    def decompress(self, tensors: State, like: Tensor) -> Tensor:
+        """Return the updates, shape (clients, n), from their codes. ``like`` is one client's update."""
+
+    @abstractmethod
+    def scale(self, tensors: State, factors: Tensor) -> State:
+        """Return the codes of the updates times a factor for each client, shape (clients,)."""
+
+    @abstractmethod
+    def forms(self, like: Tensor) -> Forms:
+        """Return dtype and shape of each tensor of the code of one client's update."""
+
+    @abstractmethod
+    def codes(self, name: str, setting: Setting) -> bool:
+        """Return whether the updates of an entry are encoded."""
+
+    @abstractmethod
+    def nbytes(self, n: int, itemsize: int) -> int:
+        """Return the number of bytes of one client's code of ``n`` numbers that have ``itemsize`` bytes each."""
+
+    def decode(self, uploads: Uploads) -> None:
+        for name in [*uploads.codes]:
+            uploads.set_update(name, uploads.codes.pop(name).decoded())
+
+    def decode_sums(self, sums: Sums, setting: Setting) -> None:
+        """Replace the sums of codes by the sums of updates. The code is linear."""
+        for name in (name for name in setting.uploaded if self.codes(name, setting)):
+            like = setting.state[name]
+            parts = {part: sums.values.pop(f"{name}/{part}")[None] for part in self.forms(like)}
+            sums.values[name] = self.decompress(parts, like)[0].view(like.shape)
+
+
+@dataclass
+class Pipeline:
+    """The transforms of a federation, in order.
+
+    Args:
+        transforms: The transforms.
+
+    Raises:
+        InvalidValueError: If the transforms are not in the order of `Stage`, or exclude each other.
+    """
+
+    transforms: Sequence[UploadTransform] = ()
+    setting: Setting = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transforms = list(self.transforms)
+        stages = [transform.stage for transform in self.transforms]
+        if stages != sorted(stages):
+            raise InvalidValueError(
+                f"Expected `upload_transforms` in the order {', '.join(s.name.lower() for s in Stage)} but got "
+                f"{', '.join(s.name.lower() for s in stages)}.",
+                hint="Change the order of the list.",
+                argument="upload_transforms",
+                value=[type(transform).__name__ for transform in self.transforms],
+            )
+        for stage in (Stage.COMPRESSION, Stage.CLIP, Stage.MASK):
+            same = [type(transform).__name__ for transform in self.transforms if transform.stage is stage]
+            if len(same) > 1:
+                raise InvalidValueError(
+                    f"Expected at most one transform of the stage {stage.name.lower()} but got {', '.join(same)}.",
+                    hint="Remove all but one.",
+                    argument="upload_transforms",
+                    value=same,
+                )
+        codec, mask = self.codec, self.mask
+        if codec is not None and mask is not None and not codec.linear:
+            raise InvalidValueError(
+                f"Expected a linear `compression` beside `{type(mask).__name__}`, whose server adds encoded updates, "
+                f"but got `{type(codec).__name__}`.",
+                hint="Leave `compression` out.",
+                argument="compression",
+                value=type(codec).__name__,
+            )
+
+    @property
+    def codec(self) -> UpdateCodec | None:
+        """The transform that encodes updates, if there is one."""
+        return next((one for one in self.transforms if isinstance(one, UpdateCodec)), None)
+
+    @property
+    def mask(self) -> UploadTransform | None:
+        """The transform that lets the server see sums only, if there is one."""
+        return next((one for one in self.transforms if one.sums_only), None)
+
+    @property
+    def needs_updates(self) -> bool:
+        """Whether clients send updates in place of states."""
+        return any(one.needs_updates or one.sums_only or changes_sums(one) for one in self.transforms)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether clients keep state for a transform."""
+        return any(one.keeps_state for one in self.transforms)
+
+    def setup(self, setting: Setting) -> None:
+        """Prepare for a round, see `UploadTransform.setup`."""
+        self.setting = setting
+        summing = [one for one in self.transforms if one.sums_only or changes_sums(one)]
+        if summing:
+            for name in setting.uploaded:
+                if not setting.reductions[name].additive:
+                    raise InvalidValueError(
+                        f"Expected a reduction that depends on a sum of uploads, such as `mean` or `sum`, for "
+                        f"`{name}` beside `{type(summing[0]).__name__}`, which sees sums only, but got "
+                        f"`{setting.reductions[name]}`.",
+                        hint=f"Use another reduction, or leave `{type(summing[0]).__name__}` out.",
+                        argument="reductions",
+                        value=name,
+                    )
+        for transform in self.transforms:
+            transform.setup(setting)
+
+    def encoded(self) -> Collection[str]:
+        """Return the names of the entries that are sent as a code."""
+        codec = self.codec
+        return [n for n in self.setting.uploaded if codec.codes(n, self.setting)] if codec is not None else ()
+
+    def received(
+        self, clients: ClientRounds, weight: float, tensors: Mapping[str, Tensor], optional: Collection[str]
+    ) -> Uploads:
+        """Return the upload of one client from the tensors that it has sent, see `Uploads.sent`.
+
+        Args:
+            clients: The client.
+            weight: Its weight.
+            tensors: The tensors, by name.
+            optional: Entries that a client leaves out if they equal the server's state.
+
+        Raises:
+            InvalidValueError: If a tensor is missing, is not expected, or has another dtype or shape.
+        """
+        setting, left = self.setting, dict(tensors)
+        origins = {name: setting.reductions[name].nothing(setting.state[name]) for name in setting.uploaded}
+        uploads = Uploads(clients, [weight], setting.reductions, {}, origins, self.needs_updates)
+        coded, codec = self.encoded(), self.codec
+        for name, origin in origins.items():
+            like = difference(origin, origin) if self.needs_updates else setting.state[name]
+            if codec is not None and name in coded:
+                forms = codec.forms(like)
+                sent = {
+                    part: _taken(left, f"{name}/{part}", form).to(like.device)[None] for part, form in forms.items()
+                }
+                uploads.codes[name] = Code(codec, sent, like)
+            elif name in optional and name not in left:
+                uploads.unchanged[0].add(name)
+                uploads.values[name] = like[None]
+            else:
+                reduction = setting.reductions[name]
+                packed = _taken(left, name, (like.dtype, tuple(like.shape)) if reduction.by_shape else None)
+                try:
+                    uploads.values[name] = reduction.unpack(packed.to(like.device), like)[None]
+                except InvalidValueError as error:
+                    raise InvalidValueError(
+                        f"Expected `{name}` to be what `{reduction}` packs. {error}", argument=name
+                    ) from error
+        if left:
+            raise InvalidValueError(f"Expected no {quoted(left)} in an upload.", argument=next(iter(left)))
+        return uploads
+
+    def encode(self, uploads: Uploads) -> None:
+        """Apply all transforms on the client."""
+        for transform in self.transforms:
+            transform.encode(uploads)
+
+    def decode(self, uploads: Uploads) -> None:
+        """Decode uploads on the server. The result has no codes."""
+        for transform in reversed(self.transforms):
+            transform.decode(uploads)
+
+    @property
+    def changes_sums(self) -> bool:
+        """Whether a transform changes the sums of a round, also those of a round without clients."""
+        return any(map(changes_sums, self.transforms))
+
+    def on_sum(self, sums: Sums) -> None:
+        """Apply all transforms to the sums of a round."""
+        for transform in reversed(self.transforms):
+            transform.on_sum(sums)
+            if transform is self.mask and self.codec is not None:
+                self.codec.decode_sums(sums, self.setting)
+
+    def on_aggregate(self, before: State, aggregate: State) -> None:
+        """Apply all transforms to the new server state."""
+        for transform in self.transforms:
+            transform.on_aggregate(before, aggregate)
+
+    def end_round(self) -> None:
+        """Save the state of all transforms."""
+        for transform in self.transforms:
+            transform.end_round()
+
+    def undo_round(self) -> None:
+        """Restore the state of all transforms from before the round."""
+        for transform in self.transforms:
+            transform.undo_round()
+
+
+def changes_sums(transform: UploadTransform) -> bool:
+    """Return whether a transform overrides `UploadTransform.on_sum`."""
+    return type(transform).on_sum is not UploadTransform.on_sum
+
+
+def difference(values: Tensor, origin: Tensor) -> Tensor:
+    """Return values minus an origin, and 0 where the origin is not finite. Truth values become integers."""
+    if values.dtype == torch.bool:
+        return values.to(torch.int8) - origin.to(torch.int8)
+    found = values - origin
+    if not origin.is_floating_point() and not origin.is_complex():
+        return found
+    finite = torch.isfinite(origin)
+    return found if bool(finite.all()) else found.where(finite, 0)
+
+
+def _taken(tensors: dict[str, Tensor], name: str, form: tuple[torch.dtype, tuple[int, ...]] | None = None) -> Tensor:
+    """Remove a tensor from others and return it, if it has the dtype and shape of a form."""
+    if name not in tensors:
+        raise InvalidValueError(f"Expected `{name}` in an upload but it is missing.", argument=name)
+    tensor = tensors.pop(name)
+    if form is not None and (tensor.dtype, tuple(tensor.shape)) != form:
+        raise InvalidValueError(
+            f"Expected `{name}` to be {form[0]} of shape {form[1]} but got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}.",
+            argument=name,
+        )
+    return tensor
+
+
+def _squares(update: Tensor) -> Tensor:
+    wide = update.flatten(1).to(torch.complex128 if update.is_complex() else torch.float64)
+    return wide.abs().square().sum(dim=1)
+
+
+def _scaled(update: Tensor, factors: Tensor) -> Tensor:
+    column = factors.view(-1, *[1] * (update.dim() - 1))
+    if update.is_floating_point() or update.is_complex():
+        return update * column.to(update.dtype if update.is_floating_point() else torch.float64)
+    return (update.double() * column).trunc().to(update.dtype)
