@@ -81,6 +81,8 @@ from lightning_fcl.errors import (
     MissingValueError,
     UnknownNameError,
 )
+from lightning_fcl.federation.uploads import Stage, UploadTransform
+from lightning_fcl.federation.wire import Quantize
 from lightning_fcl.models import HARCNN, MLP, Decomposed, DyTox, EchoStateNetwork, ViT
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
