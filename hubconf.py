@@ -2,7 +2,7 @@
 
 from functools import partial
 
-dependencies = ["torch", "numpy", "safetensors", "lightning_fcl"]
+dependencies = ["torch", "numpy", "safetensors", "lazy_loader", "lightning_fcl"]
 
 
 def _entries():  # noqa: ANN202

@@ -26,7 +26,6 @@ from lightning_fcl.annotations import (
     to_plain,
     words_of,
 )
-from lightning_fcl.door import import_avalanche
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -187,8 +186,7 @@ def check_clients(what: str, named: Iterable[str], clients: Collection[str]) -> 
 def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
     """Import a package that not everybody has, or say ``for_what`` it is needed ("which ...") and how to install it."""
     try:
-        with import_avalanche():
-            return importlib.import_module(module)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
         wanted = f'"lightning-fcl[{extra}]"' if extra else _DISTRIBUTIONS.get(missing, missing)

@@ -23,7 +23,7 @@ NAME = re.compile(r"# ([\w-]+\.yaml)")
 TOOL = runpy.run_path(str(Path(__file__).parent / "promises.py"))
 LIGHTNING = {
     "argument": [name for name in inspect.signature(L.Trainer.__init__).parameters if name != "self"],
-    "callback": [name for name in callbacks.__all__ if issubclass(vars(callbacks)[name], L.Callback)],
+    "callback": [name for name in callbacks.__all__ if issubclass(getattr(callbacks, name), L.Callback)],
 }
 ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 

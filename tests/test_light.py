@@ -1,4 +1,4 @@
-"""Models, tasks, methods and the server run with torch, lightning, safetensors and numpy, and what these bring."""
+"""Models, tasks, methods and the server run with the core packages and their dependencies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 import lightning_fcl
 
-CORE = ("torch", "lightning", "safetensors", "numpy")
+CORE = ("torch", "lightning", "safetensors", "numpy", "lazy-loader")
 
 TRAINS = """
 import logging, sys, warnings
@@ -90,7 +90,17 @@ def test_a_federation_and_a_plain_trainer_train_with_the_core_alone(printed):
 def test_other_packages_are_imported_where_they_are_used_and_named_where_they_are_missing():
     """Commands and what they run apart: they have the whole install."""
     folder = Path(lightning_fcl.__file__).parent
-    known = {"torch", "lightning", "numpy", "safetensors", "torchmetrics", "lightning_utilities", "tqdm", "yaml"}
+    known = {
+        "torch",
+        "lightning",
+        "numpy",
+        "safetensors",
+        "lazy_loader",
+        "torchmetrics",
+        "lightning_utilities",
+        "tqdm",
+        "yaml",
+    }
     known |= {"lightning_fcl", *sys.stdlib_module_names}
     amiss = []
     # Each is required before.

@@ -1,22 +1,29 @@
-"""Whatever goes into ``Trainer(callbacks=...)``: what prepares or watches a federation, and every method by its name.
+"""Arguments of ``Trainer(callbacks=...)``: callbacks that prepare or watch a federation, and every method by its name.
 
-What never belongs here: what changes a client's training (that is a method), or the rounds themselves.
+What never belongs here: code that changes a client's training (that is a method), or the rounds themselves.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from typing import TYPE_CHECKING
+from lightning_fcl import methods
 
-from lightning_fcl.door import lazy_names
+_get_callback, _, _callbacks = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "continual_metrics": ["ContinualMetrics"],
+        "density": ["ActivationDensity"],
+        "pretrain": ["BaseSession", "Pretrain"],
+        "progress": ["FederatedProgressBar"],
+    },
+)
+# Authors of methods need these names. They are not callbacks.
+_FOR_AUTHORS = {"Client", "Needs", "Server", "flatten", "remember", "section"}
+__all__ = sorted({*_callbacks, *methods.__all__} - _FOR_AUTHORS)
 
-if TYPE_CHECKING:
-    from lightning_fcl.callbacks.continual_metrics import ContinualMetrics as ContinualMetrics
-    from lightning_fcl.callbacks.density import ActivationDensity as ActivationDensity
-    from lightning_fcl.callbacks.pretrain import BaseSession as BaseSession
-    from lightning_fcl.callbacks.pretrain import Pretrain as Pretrain
-    from lightning_fcl.callbacks.progress import FederatedProgressBar as FederatedProgressBar
-    from lightning_fcl.methods import *  # noqa: F403
-else:
-    __all__, __getattr__, __dir__ = lazy_names(
-        __name__, but=("Client", "Needs", "Server", "flatten", "remember", "section")
-    )
+
+def __getattr__(name: str) -> object:
+    return getattr(methods, name) if name in methods.__all__ else _get_callback(name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -20,8 +20,9 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import SingleQuotedScalarString
 from yaml import YAMLError
 
+from lightning_fcl.cli.fast_imports import fast_imports
+from lightning_fcl.cli.listings import public_summaries
 from lightning_fcl.cli.main import Command
-from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import InvalidValueError, MissingValueError, UnknownNameError, did_you_mean
 from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.io.atomic import write_whole
@@ -94,7 +95,7 @@ class Fit(Command):
             recipe = recipe.with_values({"out": str(_free_folder(options))})
         elif runs and "out" not in recipe.content():
             recipe = recipe.with_values({"out": str(runs[-1])})
-        with many_imports():  # after the errors that do not need them
+        with fast_imports():  # after the errors that do not need them
             from lightning_fcl.running.federated_cli import FitCLI
             from lightning_fcl.running.fit import resolved_text, run
         if printed:
@@ -120,7 +121,7 @@ def recipe_of_run(folder: Path, options: Namespace) -> Recipe:
 
 def print_help(command: str) -> None:
     """Print every argument that a command takes, and end."""
-    with many_imports():
+    with fast_imports():
         from lightning_fcl.running.federated_cli import FederatedCLI
         from lightning_fcl.running.fit import make_cli
     make_cli([command, "--help"], FederatedCLI)
@@ -169,7 +170,7 @@ class _Help(Action):
             parser.print_help()
             parser.exit()
         short = values.rpartition(".")[2]
-        homes = {name: package for package in _HELPED for name in summaries(package)}
+        homes = {name: package for package in _HELPED for name in public_summaries(package)}
         if short not in homes:
             hint = did_you_mean(short, homes)
             raise UnknownNameError(f"Expected --help= and a class of lightning-fcl but got {values}.", hint=hint)
@@ -221,7 +222,7 @@ class Test(Command):
             )
         if options.out:
             recipe = recipe.with_values({"out": options.out})
-        with many_imports():
+        with fast_imports():
             from lightning_fcl.running.federated_cli import FederatedCLI
             from lightning_fcl.running.fit import run
         run("test", recipe, FederatedCLI)

@@ -21,7 +21,7 @@ import yaml
 from tqdm import tqdm
 
 from lightning_fcl import __version__
-from lightning_fcl.door import many_imports
+from lightning_fcl.cli.fast_imports import fast_imports
 from lightning_fcl.errors import InvalidStateError, LightningFCLError, at_least
 from lightning_fcl.evaluation.metrics import first_tasks, summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
@@ -250,7 +250,7 @@ def begin(job: Job) -> None:
 def _train(job: Job) -> None:
     from lightning_fcl.io.checkpoint import newest_checkpoint
 
-    with many_imports():
+    with fast_imports():
         from lightning_fcl.running.federated_cli import FederatedCLI
         from lightning_fcl.running.fit import run
 

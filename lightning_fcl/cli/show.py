@@ -12,22 +12,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lightning_fcl.cli.listings import public_summaries
 from lightning_fcl.cli.main import COMMANDS, Command, command_of
-from lightning_fcl.door import summaries
 from lightning_fcl.errors import InvalidValueError, UnknownNameError, did_you_mean, one_of, require
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import find_recipes, named_recipes
 
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
     "recipes": lambda: {name: f"{recipe.title}: {recipe.about}" for name, recipe in named_recipes().items()},
-    "methods": lambda: summaries("lightning_fcl.methods", "Method"),
-    "models": lambda: summaries("lightning_fcl.models"),
+    "methods": lambda: public_summaries("lightning_fcl.methods", "Method"),
+    "models": lambda: public_summaries("lightning_fcl.models"),
     "datasets": lambda: {
         one.name: f"{one.content} ({one.size}; {one.licence})"
         for one in import_module("lightning_fcl.data.datasets").describe()
     },
-    "scenarios": lambda: summaries("lightning_fcl.data.scenarios", "Scenario"),
-    "partitions": lambda: summaries("lightning_fcl.data.partition", "Partition"),
+    "scenarios": lambda: public_summaries("lightning_fcl.data.scenarios", "Scenario"),
+    "partitions": lambda: public_summaries("lightning_fcl.data.partition", "Partition"),
     "zoo": lambda: {
         name: published.entry.about
         for name, published in import_module("lightning_fcl.zoo.registry").list_published().items()

@@ -16,7 +16,6 @@ import lightning_fcl
 from lightning_fcl import methods
 from lightning_fcl.conformance import averaging, forgetting  # noqa: F401  they state
 from lightning_fcl.conformance.trial import STATEMENTS, Kind, NotTriedError, Statement
-from lightning_fcl.door import summaries
 from lightning_fcl.errors import MissingValueError, UnknownNameError, did_you_mean
 from lightning_fcl.methods.method import Method
 
@@ -108,7 +107,8 @@ def classes_of(target: str, claims: str | None = None) -> list[Kind]:
         found = [getattr(methods, target, None) or getattr(lightning_fcl, target, None)]
     kinds = [one for one in found if isinstance(one, type) and issubclass(one, Method | L.LightningModule)]
     if not kinds:
-        known = summaries("lightning_fcl.methods", "Method")
+        public = {name: getattr(methods, name) for name in dir(methods)}
+        known = [name for name, one in public.items() if isinstance(one, type) and issubclass(one, Method)]
         raise UnknownNameError(
             f"Expected a method, or a file with one, but got {target}.", hint=did_you_mean(target, known)
         )

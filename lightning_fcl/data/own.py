@@ -35,8 +35,7 @@ from lightning_fcl.data.targets import (
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError, MissingValueError, refuse_other_lightning
 
 if TYPE_CHECKING:
-    from avalanche.benchmarks import CLScenario
-    from avalanche.benchmarks.utils import AvalancheDataset
+    from lightning_fcl.data.avalanche import AvalancheDataset, CLScenario
 
 
 class MapStyle(Protocol):

@@ -26,11 +26,8 @@ from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.samples import Samples, loader_of, name_of, normalised, rows_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario, named
 from lightning_fcl.data.split import Split, draw
-from lightning_fcl.door import register_strategy
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
 from lightning_fcl.randomness import global_seed
-
-register_strategy()
 
 
 class FederatedStream(L.LightningDataModule):

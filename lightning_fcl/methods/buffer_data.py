@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,11 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.errors import InvalidTypeError, require
+from lightning_fcl.errors import InvalidTypeError
 from lightning_fcl.federation.client_store import Memory
 
 if TYPE_CHECKING:
-    from avalanche.training.storage_policy import ExemplarsBuffer
+    from lightning_fcl.data.avalanche import ExemplarsBuffer
 
 
 class Items:
@@ -77,17 +76,14 @@ def select(
     Returns:
         The positions of the selected samples, and the ``priority`` or ``group`` of each.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        require("avalanche", "has the buffers of `Replay`")
-        from avalanche.benchmarks import utils
-        from avalanche.training import storage_policy as policies
+    from lightning_fcl.data.avalanche import DataAttribute, TaskAwareSupervisedClassificationDataset
+    from lightning_fcl.data.avalanche import storage_policy as policies
 
     def part(indices: Tensor) -> Any:
         items = Items(sample, indices, labels)
-        told = [utils.DataAttribute(items.targets, "targets")]
-        told.append(utils.DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
-        return utils.TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
+        told = [DataAttribute(items.targets, "targets")]
+        told.append(DataAttribute([int(task) for task in tasks[indices]], "targets_task_labels"))
+        return TaskAwareSupervisedClassificationDataset([items], data_attributes=told)
 
     used: Any = copy.copy(buffer)
     old = len(next(iter(memory.values()))) if memory else 0

@@ -32,7 +32,7 @@ from lightning_fcl.methods.trial import first_rows
 from lightning_fcl.randomness import seed_of
 
 if TYPE_CHECKING:
-    from avalanche.training.storage_policy import ExemplarsBuffer
+    from lightning_fcl.data.avalanche import ExemplarsBuffer
 
 # Those whose whole state is which samples they hold, in which order, with a priority or a group each.
 KINDS = ("ReservoirSamplingBuffer", "ClassBalancedBuffer", "ExperienceBalancedBuffer", "ParametricBuffer")

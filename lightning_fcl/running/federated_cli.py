@@ -22,7 +22,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.door import import_avalanche
 from lightning_fcl.errors import InvalidValueError, LightningFCLError, UnknownNameError, did_you_mean
 from lightning_fcl.evaluation.results import LAST, run_of, write_files, write_results
 from lightning_fcl.io.atomic import occupied
@@ -111,16 +110,15 @@ class FederatedCLI(LightningCLI):
         parser.add_class_arguments(RecipeInfo, "recipe")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse arguments. The parser imports what annotations name, such as Avalanche.
+        """Parse arguments.
 
         Raises:
             LightningFCLError: If the parser rejects an argument.
         """
-        with import_avalanche():
-            try:
-                super().parse_arguments(parser, args)
-            except ArgumentError as error:
-                raise self._explain(error, parser, args) from error
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            raise self._explain(error, parser, args) from error
 
     def _explain(self, error: ArgumentError, parser: LightningArgumentParser, args: ArgsType) -> LightningFCLError:
         """Return the error that says which argument the parser rejects."""

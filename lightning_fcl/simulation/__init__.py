@@ -2,7 +2,3 @@
 
 What never belongs here: knowledge of a method, a task or a model; what these may declare is in ``federation``.
 """
-
-from lightning_fcl.door import register_strategy
-
-register_strategy()

@@ -2,7 +2,3 @@
 
 What never belongs here: rounds, clients and methods; each also works in a plain Trainer.
 """
-
-from lightning_fcl.door import register_strategy
-
-register_strategy()

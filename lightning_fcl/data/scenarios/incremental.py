@@ -30,7 +30,6 @@ from lightning_fcl.errors import (
     between,
     check_clients,
     one_of,
-    require,
 )
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
@@ -193,8 +192,7 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
         )
     if len(sizes) == 1:
         return [tuple(classes.tolist())]
-    require("avalanche", "cuts classes into experiences")
-    from avalanche.benchmarks import nc_benchmark
+    from lightning_fcl.data.avalanche import nc_benchmark
 
     # Avalanche wants classes 0..C-1, and looks at every sample: one of each class is enough to decide over them.
     numbers = torch.arange(len(classes))

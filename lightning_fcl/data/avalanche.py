@@ -1,0 +1,108 @@
+"""The classes and functions of Avalanche that scenarios and replay buffers use.
+
+Importing this module imports Avalanche. Import it where its names are used, not at the top of another module. No other
+module imports Avalanche.
+
+Avalanche imports `GPUtil`, `gdown`, `qpsolvers` and `wandb`. They bring 1,100 modules, among them JAX and packages
+under the GPL. Avalanche uses them only in its loggers, its downloads and its own GEM. The import takes 2 to 4 s of
+processor time with them, and 0.4 s without them. Its import also writes ``~/.avalanche/config.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from lightning_fcl.errors import require
+
+__all__ = [
+    "AvalancheDataset",
+    "CLScenario",
+    "DataAttribute",
+    "ExemplarsBuffer",
+    "TaskAwareSupervisedClassificationDataset",
+    "nc_benchmark",
+    "storage_policy",
+]
+
+_UNUSED = ("GPUtil", "gdown", "qpsolvers", "wandb")
+_SETTINGS = "avalanche.benchmarks.datasets.dataset_utils"
+
+
+@contextmanager
+def _light_import() -> Iterator[None]:
+    """Temporarily let Avalanche be imported without the packages that are not used here and without writing a file.
+
+    The packages are imported when Avalanche uses them, then or later.
+    """
+    specs = {name: find_spec(name) for name in _UNUSED if name not in sys.modules}
+    placeholders = {name: _make_placeholder(spec) for name, spec in specs.items() if spec is not None}
+    sys.modules |= placeholders
+    try:
+        _load_settings()
+        yield
+    finally:
+        for name, placeholder in placeholders.items():
+            if sys.modules.get(name) is placeholder:
+                del sys.modules[name]
+
+
+def _make_placeholder(spec: ModuleSpec) -> ModuleType:
+    """Return a module that imports the package of its name when an attribute is used after the placeholder's removal.
+
+    The `LazyLoader` of the standard library does not serve: ``import wandb`` runs a lazy module of `sys.modules`.
+    """
+    placeholder = ModuleType(spec.name)
+    placeholder.__spec__ = spec
+
+    def get_attribute(name: str) -> object:
+        if sys.modules.get(spec.name) is placeholder:
+            raise AttributeError(f"module `{spec.name}` has no attribute `{name}` while Avalanche is imported")
+        return getattr(import_module(spec.name), name)
+
+    vars(placeholder)["__getattr__"] = get_attribute
+    return placeholder
+
+
+def _load_settings() -> None:
+    """Load Avalanche's module of settings with its defaults, unless the user has a file of settings.
+
+    The module writes its defaults to the home directory when it is imported, or fails if it cannot. A temporary home
+    directory takes the file. The rest of Avalanche is imported with the real one.
+    """
+    package = find_spec("avalanche") if "avalanche" not in sys.modules else None
+    if package is None or package.origin is None or Path("~/.avalanche/config.json").expanduser().exists():
+        return
+    file = Path(package.origin).parent / "benchmarks" / "datasets" / "dataset_utils.py"
+    spec = spec_from_file_location(_SETTINGS, file)
+    if spec is None or spec.loader is None:
+        return
+    module = module_from_spec(spec)
+    home = os.environ.get("HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HOME"] = folder
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            del os.environ["HOME"]
+            os.environ |= {} if home is None else {"HOME": home}
+    vars(module)["AVALANCHE_CONFIG"]["dataset_location"] = str(Path("~/.avalanche/data").expanduser())
+    sys.modules[_SETTINGS] = module
+
+
+with _light_import(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    require("avalanche", "divides classes into experiences and provides the buffers of `Replay`")
+    from avalanche.benchmarks import CLScenario, nc_benchmark
+    from avalanche.benchmarks.utils import AvalancheDataset, DataAttribute, TaskAwareSupervisedClassificationDataset
+    from avalanche.training import storage_policy
+    from avalanche.training.storage_policy import ExemplarsBuffer
