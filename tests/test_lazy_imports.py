@@ -143,6 +143,13 @@ def test_callbacks_list_all_methods_but_not_the_names_for_authors():
     assert dir(callbacks) == callbacks.__all__
 
 
+@pytest.mark.seconds
+def test_all_names_are_imported_at_once_if_the_environment_asks_for_it():
+    code = "import os; os.environ['EAGER_IMPORT'] = '1'\nimport lightning_fcl, lightning_fcl.callbacks as c\n"
+    code += "print({*lightning_fcl.__all__} <= {*vars(lightning_fcl)}, 'ContinualMetrics' in vars(c))"
+    assert python(code) == "True True"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_unknown_name_is_no_attribute(package):
     assert not hasattr(package, "Nothing")

@@ -79,6 +79,7 @@ class FederatedCLI(LightningCLI):
         **kwargs: Any,
     ) -> None:
         self.program = program or self.program
+        _import_public_classes()
         args = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
         first = args.get("subcommand") if isinstance(args, Mapping) else next(iter(args), None)
         if asked := {name: skip for name, skip in self.subcommands().items() if name == first}:
@@ -297,8 +298,11 @@ def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
-for package in ("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models"):
-    for name in import_module(package).__all__:
-        getattr(import_module(package), name)  # short class names in recipes are those of classes that are imported
+def _import_public_classes() -> None:
+    """Import the classes that recipes may name without a module: the parser finds short names of imported classes."""
+    for package in map(import_module, ("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")):
+        for name in dir(package):
+            getattr(package, name)
+
 
 set_loader(MODE, load_yaml, (yaml.YAMLError,))
