@@ -118,7 +118,8 @@ def with_file(name):
 
 
 def read_search(lab, **changes):
-    content = {"configs": ["quickstart.yaml"], "objective": "x", "trials": 2, "space": {LR: [0.1, 0.2]}, **changes}
+    objective = {"objective": "x", "direction": "maximize"}
+    content = {"configs": ["quickstart.yaml"], **objective, "trials": 2, "space": {LR: [0.1, 0.2]}, **changes}
     shutil.copy(recipes_folder() / "quickstart.yaml", lab.folder / "quickstart.yaml")
     path = written(lab, "search.yaml", {name: value for name, value in content.items() if value is not None})
     search = Search.read(path, **({"case": "a"} if "cases" in content else {}))
@@ -284,10 +285,18 @@ ROWS |= {
         {"cases": {"a": {"data.batch_size": 8}}},
         f"Remove {LR} from one of them.",
     ),
+    "objective of an unknown direction": Row(
+        read_search,
+        {"objective": "final_MSE/server", "direction": None},
+        {"objective": "final_MSE/server", "direction": "minimize"},
+        "Set `direction: maximize`, or `direction: minimize`.",
+        MissingValueError,
+        "direction",
+    ),
     "recipe in place of a search file": Row(
         read_search_file,
         {"text": "trainer: {max_epochs: 3}"},
-        {"text": f"configs: [quickstart.yaml]\nobjective: x\ntrials: 1\nspace: {{{LR}: [0.1]}}"},
+        {"text": f"configs: [quickstart.yaml]\nobjective: forgetting/clients\ntrials: 1\nspace: {{{LR}: [0.1]}}"},
         "`configs: [mine.yaml]`, `objective` and `space`, as in `lightning-fcl tune --help`.",
     ),
     "search of a recipe that is not there": Row(

@@ -25,6 +25,7 @@ from lightning_fcl.errors import (
     one_of,
 )
 from lightning_fcl.evaluation.continual import part_name
+from lightning_fcl.evaluation.record import ACCURACY
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
 from lightning_fcl.federation.ranks import ALONE, share_by_client
@@ -237,7 +238,7 @@ class ContinualMetrics(Callback):
             whole = {name: parts.get(every) for name, parts in found.items()}
             return {name: value for name, value in whole.items() if value is not None}
         counts = [count for count in found if count is not None]
-        return {"accuracy": sum(counts) / sum(self.record["totals"])} if len(counts) == len(found) else {}
+        return {ACCURACY.name: sum(counts) / sum(self.record["totals"])} if len(counts) == len(found) else {}
 
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
         """Test the models with which the clients go on whose experience ends with this round."""

@@ -23,7 +23,8 @@ from tqdm import tqdm
 from lightning_fcl import __version__
 from lightning_fcl.cli.fast_imports import fast_imports
 from lightning_fcl.errors import InvalidStateError, LightningFCLError, at_least
-from lightning_fcl.evaluation.metrics import first_tasks, summarize
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.record import first_tasks
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over, write_files
 from lightning_fcl.io.atomic import occupied, write_whole
 from lightning_fcl.io.reading import read_bytes, read_text

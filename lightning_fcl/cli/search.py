@@ -24,6 +24,7 @@ from lightning_fcl.errors import (
     at_least,
     one_of,
 )
+from lightning_fcl.evaluation.metrics import find_metric
 from lightning_fcl.io.reading import open_file, reading
 from lightning_fcl.io.safe_yaml import parse, read_yaml
 from lightning_fcl.library_errors import one_line
@@ -39,6 +40,7 @@ class Search:
     Args:
         space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
         cases: Settings that stay as they are in a search of their own, for each case by its name.
+        direction: Direction of the better values. Default: that of the metric.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
         recipe: The recipe that is searched: that of a row, and the files of ``configs``.
         points: The grid, where it is not that of the space.
@@ -50,7 +52,7 @@ class Search:
     trials: int | None = None
     sampler: Literal["random", "grid", "tpe"] = "random"
     seeds: int = 1
-    direction: Literal["maximize", "minimize"] = "maximize"
+    direction: Literal["maximize", "minimize"] | None = None
     measure_on: Literal["validation", "test"] = "validation"
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     first_seed: int = 0
@@ -75,12 +77,25 @@ class Search:
                 argument="space",
             )
         one_of(self.cases or (None,), case=self.case)
+        if self.direction is None:
+            object.__setattr__(self, "direction", self._metric_direction())
         if twice := sorted({*self.fixed} & {*self.space}):
             raise InvalidValueError(
                 f"Expected settings in `space` or in `cases` but got {twice[0]} in both.",
                 hint=f"Remove {twice[0]} from one of them.",
             )
         _ = self.distributions  # refuses a line that is not understood
+
+    def _metric_direction(self) -> str:
+        metric = find_metric(self.objective)
+        if metric is None:
+            raise MissingValueError(
+                f"Expected `direction` of the objective {self.objective}, which is no metric of "
+                "`lightning-fcl ls metrics`, but got none.",
+                hint="Set `direction: maximize`, or `direction: minimize`.",
+                argument="direction",
+            )
+        return metric.direction
 
     @classmethod
     def read(cls, path: Path, trials: int | None = None, case: str | None = None, row: str | None = None) -> Search:

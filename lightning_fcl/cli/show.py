@@ -28,6 +28,7 @@ KINDS: dict[str, Callable[[], dict[str, str]]] = {
     },
     "scenarios": lambda: public_summaries("lightning_fcl.data.scenarios", "Scenario"),
     "partitions": lambda: public_summaries("lightning_fcl.data.partition", "Partition"),
+    "metrics": lambda: import_module("lightning_fcl.evaluation.metrics").describe(),
     "zoo": lambda: {
         name: published.entry.about
         for name, published in import_module("lightning_fcl.zoo.registry").list_published().items()
@@ -41,6 +42,8 @@ _HOW = {
     "datasets": "In a recipe: data.data: NAME. Is it there: lightning-fcl data check NAME.",
     "scenarios": _SAY.format("data.scenario", ""),
     "partitions": _SAY.format("data.partition", ""),
+    "metrics": "In results.json: NAME/MODEL, where MODEL is server, clients (their mean), total, or a client's id. "
+    "In a search file: objective: NAME/MODEL.",
     "zoo": "A card: lightning-fcl zoo info NAME. To begin with: lightning-fcl fit RECIPE --model.pretrained NAME.",
 }
 _FOR_WHAT = "writes what shells complete by"

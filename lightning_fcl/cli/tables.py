@@ -81,10 +81,14 @@ class Reproduce(Command):
         jobs = run_rows(folder, asked, scale, seeds, options.tasks, out, workers, options.finished)
         again = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)
         results = {name: [job.results() for job in runs] for name, runs in jobs.items()}
-        table = Table.of([one for runs in results.values() for one in runs], paper, scale, again)
+        every = [one for runs in results.values() for one in runs]
+        table = Table.of(every, paper, scale, again)
+        expected = (name for one in every for name in one["expected"])
+        if metrics := list(dict.fromkeys([*content.get("metrics", []), *expected])):
+            table = table.only(metrics)
         if scale == "paper" and "gains" in content:
             table = with_tasks(table, results, content["gains"])
-        _write(out, table, results, content.get("metrics", []), figures)
+        _write(out, table, results, figures)
         for name, runs in jobs.items() if options.keep else ():
             for job in runs:
                 target = place_of(folder, scale) / job.out.relative_to(out)
@@ -134,19 +138,15 @@ def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | 
 
 def _write(
     out: Path,
-    whole: Table,
+    table: Table,
     results: Mapping[str, list[dict[str, Any]]],
-    more: list[str],
     figures: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the table and the figures of some rows, and say where they are."""
+    """Write the table and the figures of some rows, and print their paths."""
     from lightning_fcl.evaluation.comparison import compare_page  # here and below: what draws takes time to import
     from lightning_fcl.evaluation.figures import write_figures
 
     every = [one for runs in results.values() for one in runs]
-    metrics = list(dict.fromkeys([*more, *(name for one in every for name in one["expected"])]))
-    metrics += [name for name in whole.metrics if "_after_" in name]
-    table = whole.only(metrics or whole.metrics)
     as_json, markdown = write_table(out, table)
     drawn = write_figures(out, figures, results)
     print(read_text(markdown))

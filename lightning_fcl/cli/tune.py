@@ -50,7 +50,7 @@ class Tune(Command):
     A search file:
       configs: [base.yaml, more.yaml]      # recipes, relative to this file, later ones over earlier ones
       objective: final_accuracy/server     # one of the metrics in results.json
-      direction: maximize                  # or minimize
+      direction: maximize                  # or minimize (default: that of the metric)
       measure_on: validation               # samples of the objective; data.split.validation must be above 0
       sampler: random                      # or grid, or tpe
       trials: 100                          # for grid: all of it by default

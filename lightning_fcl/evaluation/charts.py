@@ -19,8 +19,9 @@ from numpy.typing import ArrayLike
 
 from lightning_fcl import __version__
 from lightning_fcl.evaluation.continual import FloatArray
+from lightning_fcl.evaluation.curves import Curve
 from lightning_fcl.evaluation.headline import model_name
-from lightning_fcl.evaluation.metrics import Curve
+from lightning_fcl.evaluation.record import Quantity
 from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.io.paths import cache_folder
 from lightning_fcl.io.reading import read_bytes, read_text
@@ -101,13 +102,13 @@ def over_seeds(curves: Iterable[FloatArray]) -> Points:
     return points
 
 
-def quantity_scale(quantity: str) -> alt.Scale:
-    """The scale of a quantity: accuracies go from 0 to 1, another as it will."""
-    return alt.Scale(domain=[0, 1]) if quantity == "accuracy" else alt.Scale(zero=False)
+def quantity_scale(quantity: Quantity, zero: bool = False) -> alt.Scale:
+    """Return the scale of a quantity: between its bounds, or of its values, with or without ``zero``."""
+    return alt.Scale(domain=[*quantity.bounds]) if quantity.bounds else alt.Scale(zero=zero)
 
 
-def value_axis(quantity: str, field: str = "value:Q") -> alt.Y:
-    return alt.Y(field, title=quantity, scale=quantity_scale(quantity))
+def value_axis(quantity: Quantity, field: str = "value:Q") -> alt.Y:
+    return alt.Y(field, title=quantity.name, scale=quantity_scale(quantity))
 
 
 def round_axis(rounds: int, title: str = "round") -> alt.X:
@@ -122,10 +123,10 @@ def whole_numbers() -> alt.Axis:
     return alt.Axis(labelAngle=0, labelOverlap=True)
 
 
-def heat(quantity: str) -> alt.Color:
-    """The colours of a heat map of a quantity: they differ in lightness as well."""
-    domain = [0, 1] if quantity == "accuracy" else alt.Undefined
-    return alt.Color("value:Q", title=quantity, scale=alt.Scale(scheme="viridis", domain=domain))
+def heat(quantity: Quantity) -> alt.Color:
+    """Return the colors of a heat map of a quantity, which also differ in lightness."""
+    domain = [*quantity.bounds] if quantity.bounds else alt.Undefined
+    return alt.Color("value:Q", title=quantity.name, scale=alt.Scale(scheme="viridis", domain=domain))
 
 
 def looks(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:

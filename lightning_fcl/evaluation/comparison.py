@@ -13,10 +13,12 @@ from lightning_fcl.errors import MissingFileError, MissingValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLOURS, Drawn, Points, Spec, fill_template, on_page
 from lightning_fcl.evaluation.continual import FloatArray
+from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.headline import Headline, ends_of_clients, extent_of, headlines, number_text
-from lightning_fcl.evaluation.metrics import curves, quantity
+from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING
+from lightning_fcl.evaluation.record import Quantity, get_quantity
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import NEAR, Table, metric_title
+from lightning_fcl.evaluation.table import NEAR, Cell, Table, metric_title
 
 __all__ = ["compare_page", "runs_below", "runs_by_name"]
 
@@ -45,7 +47,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         )
     runs = [run for of in groups.values() for run in of]
     found = {label: [{one.name: one for one in headlines(run)} for run in of] for label, of in groups.items()}
-    what = quantity(runs[0]["record"])
+    quantity = get_quantity(runs[0]["record"])
     names = list(dict.fromkeys(name for of in found.values() for run in of for name in run))
     extents = {label: extent_of(of[0]) for label, of in groups.items()}
     extents = extents if len({*extents.values()}) > 1 else {}
@@ -73,10 +75,11 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         ],
         charts={
             "against": against_chart(table) if table else None,
-            "rounds": rounds_chart(groups, what),
-            "clients": clients_chart(groups, what),
-            "kept": kept_chart(found, what),
+            "rounds": rounds_chart(groups, quantity),
+            "clients": clients_chart(groups, quantity),
+            "kept": kept_chart(found, quantity),
         },
+        metrics=_all_metrics(groups),
     )
 
 
@@ -117,6 +120,21 @@ def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def _all_metrics(groups: RunsByName) -> list[list[str]]:
+    """Return a table with a line for each metric of the server, of all clients together and of the federation."""
+    models = ("server", "clients", "total")
+    every = dict.fromkeys(name for runs in groups.values() for run in runs for name in run["metrics"])
+    names = [name for model in models for name in every if name.endswith(f"/{model}")]
+    lines = []
+    for name in names:
+        cells = (
+            Cell({i: run["metrics"][name] for i, run in enumerate(runs) if name in run["metrics"]})
+            for runs in groups.values()
+        )
+        lines.append([metric_title(name), *(cell.text(name) for cell in cells)])
+    return [["metric", *groups], *lines] if lines else []
+
+
 def _mean(found: Sequence[Headline]) -> str:
     if not found:
         return "-"
@@ -125,7 +143,7 @@ def _mean(found: Sequence[Headline]) -> str:
     return number_text(float(np.mean(values)), unit) + spread
 
 
-def rounds_chart(groups: RunsByName, what: str) -> Spec | None:
+def rounds_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
     """The server or the clients' mean, round by round: a line per row, the one that is chosen in front."""
     rows = [
         {"line": label, "view": view, **point}
@@ -137,21 +155,23 @@ def rounds_chart(groups: RunsByName, what: str) -> Spec | None:
     if not rows or longest < 2:
         return None
     views = [view for view in _VIEWS if any(row["view"] == view for row in rows)]
-    choice = alt.param(name="view", value=views[0], bind=alt.binding_select(options=views, name=f"{what} of the "))
+    choice = alt.param(
+        name="view", value=views[0], bind=alt.binding_select(options=views, name=f"{quantity.name} of the ")
+    )
     base = charts.chart_of("rows").transform_filter("datum.view == view").encode(x=charts.round_axis(longest))
     base = base.encode(tooltip=charts.tips(line="row", round="", value="mean", std="", seeds=""))
     if len(groups) <= len(COLOURS):
-        layers = charts.bands(base, [*groups], what, charts.quantity_scale(what))
+        layers = charts.bands(base, [*groups], quantity.name, charts.quantity_scale(quantity))
         return on_page(alt.layer(*layers).add_params(choice), 320, rows=rows)
     # More lines than colours: all are pale but one.
     row = alt.param(name="row", value=next(iter(groups)), bind=alt.binding_select(options=[*groups], name="in front "))
-    lines = base.mark_line(point=True).encode(y=charts.value_axis(what))
+    lines = base.mark_line(point=True).encode(y=charts.value_axis(quantity))
     pale = lines.encode(detail="line:N", color=alt.value("#b8bfc8"))
     front = lines.transform_filter("datum.line == row").encode(color=alt.value(COLOURS[5]))
     return on_page(alt.layer(pale, front).add_params(choice, row), 320, rows=rows)
 
 
-def clients_chart(groups: RunsByName, what: str) -> Spec | None:
+def clients_chart(groups: RunsByName, quantity: Quantity) -> Spec | None:
     """How each client ended: a tick for every client and seed, and the mean of each row."""
     rows = [
         {"row": label, "client": client, "seed": run["seed"], "value": value}
@@ -163,28 +183,28 @@ def clients_chart(groups: RunsByName, what: str) -> Spec | None:
         return None
     base = charts.chart_of("rows").encode(y=alt.Y("row:N", sort=[*groups], title=None))
     ticks = base.mark_tick(thickness=2, size=16, opacity=0.55, color=COLOURS[1])
-    ticks = ticks.encode(x=alt.X("value:Q", title=what, scale=charts.quantity_scale(what)))
-    ticks = ticks.encode(tooltip=charts.tips(row="", client="", seed="", value=what))
+    ticks = ticks.encode(x=alt.X("value:Q", title=quantity.name, scale=charts.quantity_scale(quantity)))
+    ticks = ticks.encode(tooltip=charts.tips(row="", client="", seed="", value=quantity.name))
     means = base.mark_point(shape="diamond", filled=True, size=70, color=COLOURS[0], opacity=1)
     means = means.encode(x="mean(value):Q", tooltip=["row:N", alt.Tooltip("mean(value):Q", title="mean", format=".3f")])
     return on_page(alt.layer(ticks, means), 24 * len({row["row"] for row in rows}) + 10, rows=rows)
 
 
-def kept_chart(found: Mapping[str, Sequence[Mapping[str, Headline]]], what: str) -> Spec | None:
+def kept_chart(found: Mapping[str, Sequence[Mapping[str, Headline]]], quantity: Quantity) -> Spec | None:
     """Average accuracy, or another quantity, against forgetting, a point for each row: its mean over the seeds."""
     rows: Points = []
-    wanted = (f"average {what}", "forgetting")
+    titles = [named.heading for metric in (AVERAGE_ACCURACY, FORGETTING) if (named := metric.for_quantity(quantity))]
     for label, runs in found.items():
-        if both := [[one[name].value for name in wanted] for one in runs if {*wanted} <= {*one}]:
+        if both := [[one[title].value for title in titles] for one in runs if {*titles} <= {*one}]:
             value, lost = np.mean(both, axis=0).tolist()
             rows.append({"row": label, "value": value, "forgetting": lost, "seeds": len(both)})
     if len(rows) < 2:
         return None
     middle = (min(row["value"] for row in rows) + max(row["value"] for row in rows)) / 2
     base = charts.chart_of("rows").encode(
-        x=alt.X("value:Q", title=wanted[0], scale=alt.Scale(zero=False, padding=20)),
-        y=alt.Y("forgetting:Q", scale=alt.Scale(zero=False, padding=20)),
-        tooltip=charts.tips(row="", value=what, forgetting="", seeds=""),
+        x=alt.X("value:Q", title=titles[0], scale=alt.Scale(zero=False, padding=20)),
+        y=alt.Y("forgetting:Q", title=titles[1], scale=alt.Scale(zero=False, padding=20)),
+        tooltip=charts.tips(row="", value=quantity.name, forgetting="", seeds=""),
     )
     points = base.mark_point(filled=True, size=80, color=COLOURS[0], opacity=1)
     return on_page(alt.layer(points, *charts.names_beside(base, "row", "value", middle)), 320, rows=rows)

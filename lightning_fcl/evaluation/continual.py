@@ -1,13 +1,10 @@
-"""Metrics of continual learning, of what a model came to on groups of test samples after each round.
+"""Metrics of continual learning, from the values of a model on groups of test samples after each round.
 
-A *group* of test samples is a class, or a domain. ``on(groups)`` gives what a model came to on the test samples of some
-groups together in each round in which it was tested, shape (R,): accuracy, or what a task is measured by in its place;
-NaN where it is not defined. ``experience``, shape (R,), are the numbers (from 0) of the task that each of these rounds
-trained on, ``tasks`` the groups of each of the T tasks. ``matrix``, shape (T, T), is that of `value_matrix`, whose NaN
-entries are left out, and ``t`` the number of tasks learnt.
-
-A_gen, A_per, A_t and F_t follow section 4.3 of Usmanova et al. 2021, "A distillation-based approach integrating
-continual learning and federated learning for pervasive services".
+A *group* of test samples is a class, or a domain. ``on(groups)`` returns the values of a model on the test samples of
+some groups together in each round in which the model was tested, shape (R,). A value is an accuracy, or another
+quantity of a module. NaN means that the value is not defined. ``experience``, shape (R,), contains the number (from 0)
+of the task of each of these rounds, ``tasks`` the groups of each of the T tasks. ``matrix``, shape (T, T), is the
+result of `value_matrix`, and ``t`` the number of tasks learned. NaN entries of a matrix are left out.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,7 +74,11 @@ def stream_values(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArr
 
 
 def average_accuracy(matrix: ArrayLike, t: int) -> float:
-    """A_t: mean accuracy on the tasks 1..t after learning task t (Usmanova et al. 2021, section 4.3), or NaN.
+    """Return A_t: the mean accuracy on tasks 1..t after task t (Usmanova et al. 2021, section 4.3), or NaN.
+
+    Args:
+        matrix: Accuracy on task d after task t, shape (T, T).
+        t: Number of tasks learned.
 
     Example:
         >>> average_accuracy([[1.0, 0.0], [0.0, 1.0]], t=2)
@@ -87,25 +88,29 @@ def average_accuracy(matrix: ArrayLike, t: int) -> float:
 
 
 def forgetting(matrix: ArrayLike, t: int) -> float:
-    """F_t: best earlier accuracy on a task minus the one after task t, mean over tasks 1..t-1 (Usmanova 2021, 4.3).
+    """Return F_t: the best earlier accuracy on a task minus the accuracy after task t, mean over tasks 1..t-1.
 
-    Negative if the model improved; NaN if task t has not been learnt.
+    See Usmanova et al. 2021, section 4.3. Negative if the model improved. NaN if task t has not been learned.
+
+    Args:
+        matrix: Accuracy on task d after task t, shape (T, T).
+        t: Number of tasks learned.
 
     Example:
         >>> forgetting([[1.0, 0.0], [0.0, 1.0]], t=2)
         1.0
     """
     a = np.asarray(matrix, dtype=np.float64)
-    # fmax passes over the NaN rows of tasks that the model has skipped.
+    # fmax ignores the NaN rows of tasks that the model has skipped.
     best = [np.fmax.reduce(a[d : t - 1, d]) for d in range(t - 1)]
     return finite_mean(np.array(best) - a[t - 1, : t - 1])
 
 
 def backward_transfer(matrix: ArrayLike) -> float:
-    """BWT: change of the accuracy on a task between learning it and the end, mean over tasks 1..T-1.
+    """Return BWT: the change of the accuracy on a task from its last round to the end, mean over tasks 1..T-1.
 
     Equation 3 of Lopez-Paz and Ranzato 2017, "Gradient episodic memory for continual learning". Negative if the model
-    forgets; NaN if the last task has not been learnt.
+    forgets. NaN if the last task has not been learned.
 
     Example:
         >>> backward_transfer([[1.0, 0.0], [0.25, 1.0]])
@@ -116,7 +121,7 @@ def backward_transfer(matrix: ArrayLike) -> float:
 
 
 def learning_accuracy(matrix: ArrayLike) -> float:
-    """LA: accuracy on a task right after it was learnt, mean over tasks (Riemer et al. 2019, section 5), or NaN.
+    """Return LA: the accuracy on a task after its last round, mean over tasks (Riemer et al. 2019, section 5), or NaN.
 
     Example:
         >>> learning_accuracy([[1.0, 0.0], [0.25, 0.5]])

@@ -15,6 +15,7 @@ import numpy as np
 from lightning_fcl.errors import InvalidValueError, MissingValueError
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Points, Spec, over_seeds, spec
+from lightning_fcl.evaluation.curves import stream_accuracies, task_curves
 from lightning_fcl.evaluation.headline import (
     BANDWIDTHS,
     communication_time,
@@ -22,7 +23,8 @@ from lightning_fcl.evaluation.headline import (
     experience_names,
     volumes,
 )
-from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
+from lightning_fcl.evaluation.metrics import AVERAGE_ACCURACY, FORGETTING, STREAM_ACCURACY
+from lightning_fcl.evaluation.record import ACCURACY
 from lightning_fcl.io.paths import inside
 
 Runs: TypeAlias = Sequence[Mapping[str, Any]]
@@ -118,7 +120,7 @@ def draw_accuracy(panels: Panels, title: str) -> Spec:
     axis = alt.Axis(labelAngle=-30 if sum(map(len, names)) * len(panels) > 120 else 0)
     x = alt.X("experience:O", title="after experience", sort=names, scale=alt.Scale(domain=names), axis=axis)
     layers = charts.bands(
-        charts.chart_of("rows").encode(x=x), _names(rows), "stream accuracy", alt.Scale(domain=[0, 1])
+        charts.chart_of("rows").encode(x=x), _names(rows), STREAM_ACCURACY.heading, charts.quantity_scale(ACCURACY)
     )
     rows = [{**row, "experience": names[row["round"] - 1]} for row in rows]
     return spec(_faceted(layers, panels, 230).properties(title=title), rows=rows)
@@ -137,10 +139,10 @@ def draw_tasks(panels: Panels, title: str) -> Spec:
     lost = _points(panels, lambda _, runs: over_seeds(task_curves(run["record"])[1] for run in runs))
     x, names = charts.round_axis(max(point["round"] for point in accuracy), "after task"), _names(accuracy)
     parts = []
-    for data, of in (("accuracy", "average accuracy"), ("lost", "forgetting")):
+    for data, metric in (("accuracy", AVERAGE_ACCURACY), ("lost", FORGETTING)):
         base, scale = charts.chart_of(data), alt.Scale(zero=False)
-        zero = [base.mark_rule().encode(y=alt.datum(0))] if of == "forgetting" else []
-        layers = charts.bands(base.encode(x=x), names, f"{of}, mean of the clients", scale)
+        zero = [base.mark_rule().encode(y=alt.datum(0))] if metric is FORGETTING else []
+        layers = charts.bands(base.encode(x=x), names, f"{metric.heading}, mean of the clients", scale)
         parts.append(_faceted([*layers, *zero], panels, 280, columns=max(len(panels), 2)))
     beside = alt.hconcat(*parts) if len(panels) == 1 else alt.vconcat(*parts)
     return spec(beside.properties(title=title), accuracy=accuracy, lost=lost)

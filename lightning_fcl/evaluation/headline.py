@@ -1,9 +1,8 @@
-"""The few numbers that tell most of a run, each under one name, and what the run cost in bytes and time.
+"""The main numbers of a run, and its communication in bytes and seconds.
 
-Communication is computed from the record of `ContinualMetrics`, which holds the bytes that every client sent and
-received in every round: the volume and time of Zuo et al. 2024, "FedViT", section 5.3. By the clock of a rehearsed
-deployment, where the strategy was given a schedule, its rounds also have ``simulated_seconds``, ``late`` and
-``staleness``.
+Communication volume and time follow Zuo et al. 2024, "FedViT", section 5.3. They are computed from the record of
+`ContinualMetrics`, which contains the bytes that every client sent and received in every round. If the strategy has a
+schedule, the rounds also contain ``simulated_seconds``, ``late`` and ``staleness``.
 """
 
 from __future__ import annotations
@@ -16,30 +15,57 @@ import numpy as np
 
 from lightning_fcl.errors import InvalidValueError, listed
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.metrics import curves, quantity, sign
+from lightning_fcl.evaluation.curves import curves
+from lightning_fcl.evaluation.metric import Unit
+from lightning_fcl.evaluation.metrics import (
+    AVERAGE_ACCURACY,
+    DOWNLOAD_BYTES,
+    FINAL_ACCURACY,
+    FORGETTING,
+    UPLOAD_BYTES,
+)
+from lightning_fcl.evaluation.record import get_quantity
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
 WAYS = ("upload_bytes", "download_bytes")
 
 
+_HEADLINES = (
+    (FINAL_ACCURACY, {"server": "server, whole test set"}),
+    (AVERAGE_ACCURACY, {"clients": "mean of the clients, over their tasks", "server": "server, over its tasks"}),
+    (FORGETTING, {"clients": "mean of the clients", "server": "server, since each task's own rounds"}),
+)
+"""Metrics at the top of reports, with a note for each model. The first model with a value is shown."""
+
+
 @dataclass(frozen=True)
 class Headline:
-    """A number of a run: what it is, of whom and on what, and its unit, ``"B"`` for bytes."""
+    """A main number of a run.
+
+    Args:
+        name: Heading.
+        value: Value.
+        note: The model and the test samples of the value.
+        unit: Unit of the value.
+    """
 
     name: str
     value: float
     note: str
-    unit: str = ""
+    unit: Unit = ""
 
     @property
     def text(self) -> str:
         return number_text(self.value, self.unit)
 
 
-def number_text(value: float, unit: str = "") -> str:
+def number_text(value: float, unit: Unit = "") -> str:
+    """Return a value with three digits and its unit."""
+    if unit == "s":
+        return f"{value:.1f} s"
     if unit != "B":
-        return f"{value:.3f}"
+        return f"{value:.0f}" if unit else f"{value:.3f}"
     for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {name}"
@@ -47,34 +73,27 @@ def number_text(value: float, unit: str = "") -> str:
 
 
 def headlines(results: Mapping[str, Any]) -> list[Headline]:
-    """At most five numbers of a run; what was not measured is left out."""
+    """Return at most five main numbers of a run."""
     record, metrics = results["record"], results["metrics"]
-    of = quantity(record)
-    lost = "forgetting" if of == "accuracy" else f"forgetting_{of}"
-    wanted = (
-        (f"final {of}", f"final_{of}/server", "server, whole test set"),
-        (f"average {of}", f"average_{of}/clients", "mean of the clients, over their tasks"),
-        (f"average {of}", f"average_{of}/server", "server, over its tasks"),
-        ("forgetting", f"{lost}/clients", "mean of the clients"),
-        ("forgetting", f"{lost}/server", "server, since each task's own rounds"),
-    )
-    found: dict[str, Headline] = {}
-    for name, metric, note in wanted:
-        if metric in metrics and name not in found:
-            found[name] = Headline(name, metrics[metric], note)
+    quantity, found = get_quantity(record), list[Headline]()
+    for metric, notes in _HEADLINES:
+        if named := metric.for_quantity(quantity):
+            values = ((metrics.get(f"{named.name}/{model}"), note) for model, note in notes.items())
+            shown = [Headline(named.heading, value, note, named.unit) for value, note in values if value is not None]
+            found += shown[:1]
     if len(ends := ends_of_clients(record)) > 1:
         client, value = ends[0]
-        found["worst"] = Headline("worst-off client", value, f"{model_name(client)}, on all that it has learnt")
-    if moved := sum(metrics.get(f"{way}_bytes/total", 0.0) for way in ("upload", "download")):
-        found["traffic"] = Headline("traffic", moved, "all clients and rounds, up and down", "B")
-    return list(found.values())
+        found.append(Headline("worst-off client", value, f"{model_name(client)}, on all that it has learnt"))
+    if moved := sum(metrics.get(f"{metric.name}/total", 0.0) for metric in (UPLOAD_BYTES, DOWNLOAD_BYTES)):
+        found.append(Headline("traffic", moved, "all clients and rounds, up and down", "B"))
+    return found
 
 
 def ends_of_clients(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Each client with what it came to when it was last tested, on all that it had learnt; the worst off first."""
+    """Return the last value of each client on all groups that it has learned, the worst client first."""
     every = {model: curve.learnt for model, curve in curves(record).items() if model != "server"}
     ends = [(model, float(values[-1])) for model, values in every.items() if np.isfinite(values[-1])]
-    return sorted(ends, key=lambda end: sign(record) * end[1])
+    return sorted(ends, key=lambda end: get_quantity(record).sign * end[1])
 
 
 def model_name(model: str) -> str:
@@ -169,7 +188,7 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
 
     Args:
         record: That of a run.
-        value: What it is to come to: an accuracy, or what the first of the record's measures is to be.
+        value: Accuracy, or value of the first measure of the record.
         model: The model.
 
     Returns:
@@ -192,8 +211,8 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
             hint="Give the strategy a `schedule`, such as `Deadline(Speeds(0.01))`.",
             argument="schedule",
         )
-    way, tested = sign(record), curves(record).get(model)
+    sign, tested = get_quantity(record).sign, curves(record).get(model)
     if tested is None:
         return float("inf")
-    reached = times[tested.rounds][way * tested.overall >= way * value]
+    reached = times[tested.rounds][sign * tested.overall >= sign * value]
     return float(reached[0]) if len(reached) else float("inf")

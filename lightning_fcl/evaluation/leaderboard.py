@@ -1,17 +1,27 @@
-"""The leaderboard: what methods come to under the same protocol, what they cost, and what leaves a client."""
+"""The leaderboard: accuracy and costs of methods under the same protocol."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import altair as alt
 import numpy as np
 
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import Drawn, Points, Spec
-from lightning_fcl.evaluation.metrics import stream_accuracies
+from lightning_fcl.evaluation.metric import Metric, Score, Unit, clients
+from lightning_fcl.evaluation.metrics import (
+    CLIENT_STATE_BYTES,
+    DOWNLOAD_BYTES,
+    FINAL_ACCURACY,
+    FORGETTING,
+    STREAM_ACCURACY,
+    UPLOAD_BYTES,
+    summarize,
+)
+from lightning_fcl.evaluation.record import Evaluation
 from lightning_fcl.evaluation.table import Cell, Table, markdown_table
 
 _WIDTH, _HEIGHT, _LINE = 440, 420, 12  # of a picture's half, and of a line of its text
@@ -20,60 +30,112 @@ Notes = Mapping[str, Mapping[str, str]]
 """Of each method what a table tells beside its numbers, by the column: the ``logits`` that its loss sees, and so on."""
 
 
-class Column(NamedTuple):
-    """A column of numbers: its head, what its numbers are divided by, and how many digits they show."""
+def _of(metric: Metric, model: str) -> Callable[[Evaluation], Iterator[Score]]:
+    """Return the function of a column: the value of one model."""
 
-    head: str
-    unit: float = 1.0
-    digits: int = 3
+    def scores(evaluation: Evaluation) -> Iterator[Score]:
+        yield from (score._replace(model="") for score in metric.function(evaluation) if score.model == model)
 
-    def text(self, cell: Cell) -> str:
-        mean, std = ((value or 0.0) / self.unit for value in (cell.mean, cell.std))
-        spread = f" ± {std:.{self.digits}f}" if cell.n > 1 and self.digits else ""
-        return f"{mean:.{self.digits}f}{spread}"
+    return scores
 
 
-COLUMNS = {
-    "last_accuracy": Column("last accuracy"),
-    "stage_accuracy": Column("mean over stages"),
-    "forgetting": Column("forgetting"),
-    "worst_client": Column("worst client"),
-    "rounds": Column("rounds", digits=0),
-    "upload_bytes": Column("up, kB", 1e3, 0),
-    "download_bytes": Column("down, kB", 1e3, 0),
-    "kept_bytes": Column("kept, kB", 1e3, 0),
-    "seconds": Column("seconds", digits=0),
+def _per_client_and_experience(metric: Metric) -> Callable[[Evaluation], Iterator[Score]]:
+    """Return the function of a column: the total divided by the number of clients and experiences."""
+
+    def scores(evaluation: Evaluation) -> Iterator[Score]:
+        tasks = evaluation.record["tasks"]
+        shares = sum(model != "server" for model in tasks) * len(tasks["server"])
+        yield from (Score("", score.value / shares) for score in metric.function(evaluation))
+
+    return scores
+
+
+def _mean_over_stages(evaluation: Evaluation) -> Iterator[Score]:
+    for history in evaluation.models:
+        if history.model == "server":
+            yield Score("", float(np.nanmean(history.stream)))
+
+
+def _worst_client(evaluation: Evaluation) -> Iterator[Score]:
+    tested = {history.model for history in clients(evaluation)}
+    values = [score.value for score in STREAM_ACCURACY.function(evaluation) if score.model in tested]
+    yield Score("", min(filter(math.isfinite, values), default=math.nan))
+
+
+def _rounds(evaluation: Evaluation) -> Iterator[Score]:
+    yield Score("", float(len(evaluation.record["rounds"])))
+
+
+def _seconds(evaluation: Evaluation) -> Iterator[Score]:
+    yield Score("", round(sum(entry["seconds"] for entry in evaluation.record["rounds"]), 1))
+
+
+COLUMNS = (
+    Metric("last_accuracy", _of(FINAL_ACCURACY, "server"), "quantity", FINAL_ACCURACY.description, measure_name=None),
+    Metric(
+        "stage_accuracy",
+        _mean_over_stages,
+        "quantity",
+        "{quantity} of the server on all classes so far, mean over the experiences",
+        measure_name=None,
+        title="mean over stages",
+    ),
+    Metric("forgetting", _of(FORGETTING, "server"), "minimize", FORGETTING.description, measure_name=None),
+    Metric(
+        "worst_client",
+        _worst_client,
+        "quantity",
+        "lowest {quantity} of a client on the test samples of its experiences",
+        measure_name=None,
+    ),
+    Metric("rounds", _rounds, "minimize", "number of rounds", "rounds"),
+    Metric(
+        "upload_bytes",
+        _per_client_and_experience(UPLOAD_BYTES),
+        "minimize",
+        "mean size of the uploads of a client in an experience",
+        "B",
+        title="up",
+    ),
+    Metric(
+        "download_bytes",
+        _per_client_and_experience(DOWNLOAD_BYTES),
+        "minimize",
+        "mean size of the downloads of a client in an experience",
+        "B",
+        title="down",
+    ),
+    Metric(
+        "kept_bytes", _of(CLIENT_STATE_BYTES, "clients"), "minimize", CLIENT_STATE_BYTES.description, "B", title="kept"
+    ),
+    Metric("seconds", _seconds, "minimize", "duration of the run", "s"),
+)
+"""Columns of the leaderboard."""
+
+_FORMATS: Mapping[Unit, tuple[str, float, int]] = {
+    "": ("", 1.0, 3),
+    "B": (", kB", 1e3, 0),
+    "s": ("", 1.0, 0),
+    "rounds": ("", 1.0, 0),
 }
+"""For each unit, the end of the heading, the divisor, and the number of digits."""
+
+
+def cell_text(metric: Metric, cell: Cell) -> str:
+    """Return the mean of a cell, with its standard deviation over several seeds unless it is shown as an integer."""
+    _, divisor, digits = _FORMATS[metric.unit]
+    mean, std = ((value or 0.0) / divisor for value in (cell.mean, cell.std))
+    spread = f" ± {std:.{digits}f}" if cell.n > 1 and digits else ""
+    return f"{mean:.{digits}f}{spread}"
 
 
 def standing(run: Mapping[str, Any]) -> dict[str, float]:
-    """What a run came to, and what it took.
+    """Return the values of `COLUMNS` for a run.
 
     Args:
-        run: The contents of its ``results.json``, of a `ContinualMetrics` that tests each client.
-
-    Returns:
-        ``last_accuracy`` of the server's model on the whole test set after the last round; ``stage_accuracy``, the mean
-        over experiences of its accuracy on all classes that had come by the end of each; ``forgetting``, where there
-        are several; ``worst_client``, the lowest accuracy of a client on what it has learnt; ``rounds``;
-        ``upload_bytes`` and ``download_bytes`` of a client and an experience, in the mean; ``kept_bytes`` of a client;
-        ``seconds``.
+        run: Contents of ``results.json`` of a run whose `ContinualMetrics` tests each client.
     """
-    record, metrics = run["record"], run["metrics"]
-    clients = [model for model in record["tasks"] if model != "server"]
-    shares = len(clients) * len(record["tasks"]["server"])
-    found = {
-        "last_accuracy": metrics["final_accuracy/server"],
-        "stage_accuracy": float(np.nanmean(stream_accuracies(record))),
-        "forgetting": metrics.get("forgetting/server", math.nan),
-        "worst_client": min(metrics.get(f"stream_accuracy/{client}", math.inf) for client in clients),
-        "rounds": float(len(record["rounds"])),
-        "upload_bytes": metrics["upload_bytes/total"] / shares,
-        "download_bytes": metrics["download_bytes/total"] / shares,
-        "kept_bytes": metrics["kept_bytes/clients"],
-        "seconds": float(run["seconds"]),
-    }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return summarize(run["record"], COLUMNS)
 
 
 def board(table: Table, protocol: str, notes: Notes) -> str:
@@ -86,17 +148,18 @@ def board(table: Table, protocol: str, notes: Notes) -> str:
     found = {method: table.rows[f"{protocol} {method}"] for method in notes if f"{protocol} {method}" in table.rows}
     if not found:
         return ""
-    columns = [name for name in COLUMNS if any(name in cells for cells in found.values())]
+    columns = [metric for metric in COLUMNS if any(metric.name in cells for cells in found.values())]
     told = list(dict.fromkeys(name for method in found for name in notes[method]))
     lines = [
         [
             method,
-            *(COLUMNS[name].text(cells[name]) if name in cells else "-" for name in columns),
+            *(cell_text(metric, cells[metric.name]) if metric.name in cells else "-" for metric in columns),
             *(notes[method].get(name, "-") for name in told),
         ]
         for method, cells in sorted(found.items(), key=lambda one: -(one[1]["last_accuracy"].mean or 0.0))
     ]
-    return markdown_table(["method", *(COLUMNS[name].head for name in columns), *told], lines)
+    heads = [f"{metric.heading}{_FORMATS[metric.unit][0]}" for metric in columns]
+    return markdown_table(["method", *heads, *told], lines)
 
 
 def picture(table: Table, protocol: str, notes: Notes) -> Spec | None:

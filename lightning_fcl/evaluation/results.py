@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import itertools
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.errors import InvalidValueError, require
+from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.headline import WAYS, simulated_times
-from lightning_fcl.evaluation.metrics import curves, models_tested
+from lightning_fcl.evaluation.record import ACCURACY, get_quantities, tested_models
 from lightning_fcl.io.atomic import append, write_whole
 from lightning_fcl.io.checksums import read_sums, sha256, write_sums
 from lightning_fcl.io.paths import inside
@@ -190,25 +190,27 @@ def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write a line for each model and round: its accuracy, that of each group, and its bytes on the wire.
+    """Write a line for each model and round: its accuracy, the accuracy on each group, and its bytes on the wire.
 
-    Or, in place of accuracy, each measure of the record. What was not tested is left empty. By the clock of a rehearsed
-    deployment, the last column tells the seconds from its beginning to the end of the round.
+    If the record has measures, the line contains each measure in place of the accuracy. A value that was not measured
+    is empty. The last column contains the simulated seconds until the end of the round, if the strategy has a schedule.
     """
-    names = [one["name"] for one in record.get("measures", [])]
-    heads = [[name, *(f"{name} {group}" for group in record["groups"])] for name in names]
-    columns = list(itertools.chain(*heads)) or ["accuracy", *record["groups"]]
+    quantities, groups = get_quantities(record), record["groups"]
+    columns: list[str] = []
+    for quantity in quantities:
+        names = groups if quantity == ACCURACY else [f"{quantity.name} {group}" for group in groups]
+        columns += [quantity.name, *names]
     tested: dict[tuple[int, str], list[float]] = {}
-    for name in names or [None]:
-        for model, curve in curves(record, name).items():
-            for number, whole, groups in zip(curve.rounds, curve.overall, curve.accuracy.tolist(), strict=True):
-                tested.setdefault((int(number), model), []).extend([float(whole), *groups])
+    for quantity in quantities:
+        for model, curve in curves(record, quantity).items():
+            for number, whole, values in zip(curve.rounds, curve.overall, curve.accuracy.tolist(), strict=True):
+                tested.setdefault((int(number), model), []).extend([float(whole), *values])
     times = simulated_times(record).tolist()
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["round", "model", *columns, *WAYS, *(["simulated_time"] if times else [])])
     for number, entry in enumerate(record["rounds"]):
-        for model in dict.fromkeys([*models_tested(entry), *entry[WAYS[0]], *entry[WAYS[1]]]):
+        for model in dict.fromkeys([*tested_models(entry), *entry[WAYS[0]], *entry[WAYS[1]]]):
             cells = tested.get((entry["round"], model), [nan] * len(columns))
             plain = ["" if isnan(cell) else cell for cell in cells]
             traffic = [entry[way].get(model, "") for way in WAYS]

@@ -14,20 +14,22 @@ import numpy as np
 from lightning_fcl.errors import listed
 from lightning_fcl.evaluation import charts
 from lightning_fcl.evaluation.charts import COLOURS, Points, Spec, fill_template, on_page
+from lightning_fcl.evaluation.curves import Curve, curves, matrices
 from lightning_fcl.evaluation.headline import (
     ends_of_clients,
     experience_labels,
     extent_of,
     headlines,
     model_name,
+    number_text,
     simulated_times,
     task_name,
     volumes,
 )
-from lightning_fcl.evaluation.metrics import Curve, curves, matrices, quantity, sign
+from lightning_fcl.evaluation.metrics import find_metric
+from lightning_fcl.evaluation.record import Quantity, Record, get_quantities, get_quantity
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
 
-Record: TypeAlias = Mapping[str, Any]
 Curves: TypeAlias = Mapping[str, Curve]
 
 _VALUES = 20_000  # numbers in one chart
@@ -36,25 +38,12 @@ _SPREAD = ("worst", "lower quarter", "upper quarter", "best")
 _SERVER, _STREAM, _CLIENTS = "server, whole test set", "server, what was learnt so far", "clients, mean"
 _LOOKS = {_SERVER: COLOURS[0], _STREAM: COLOURS[2], _CLIENTS: COLOURS[1]}
 _WORST = 10
-_MEANINGS = {
-    "general": "on the whole test set, mean over the rounds",
-    "personal": "on all groups the client has learnt so far, mean over the rounds",
-    "final": "on the whole test set after the last round",
-    "stream": "on the test data of all experiences so far, after the last round",
-    "average": "on each task after the last round, mean over the tasks",
-    "learning": "on a task after its last round, mean over tasks",
-    "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task: above 0",
-    "BWT": "backward transfer: what was gained on a task from its last round to the end of the run; below 0 if lost",
-    "training": "on all samples that clients have trained on, after the last round",
-    "T": "on all tasks, mean over the rounds of the last task",
-    "F": "what was lost on the earlier tasks since their best, by the means over each task's rounds",
-    "kept_bytes": "what stays with a client between rounds, when the run ends",
-}
 
 
 def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
     """The HTML of a run's page, of its ``results.json`` and, to copy, its recipe with every default."""
     record, metrics = results["record"], results["metrics"]
+    quantities = get_quantities(record)
     every, ends = curves(record), ends_of_clients(record)
     values = [value for _, value in ends]
     worst = [[model_name(model), f"{value:.3f}", str(every[model].rounds[-1] + 1)] for model, value in ends]
@@ -79,7 +68,7 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
         extent=extent_of(results),
         headlines=headlines(results),
         against_paper=[_against(name, metrics.get(name), paper) for name, paper in results["expected"].items()],
-        quantity=quantity(record),
+        quantity=quantities[0].name,
         charts=drawn,
         spread=(len(ends), min(values), max(values), np.std(values, ddof=1)) if len(values) > 1 else None,
         worst_off=worst[:_WORST] if len(worst) > _WORST else [],
@@ -90,7 +79,8 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
             [model_name(model), *(metric_number(kind, metrics.get(f"{kind}/{model}")) for kind in kinds)]
             for model in sorted(tested, key=lambda model: {"server": 0, "clients": 1}.get(model, 2))
         ],
-        meanings=_meanings(kinds, record),
+        meanings=[(kind, metric.about) for kind in kinds if (metric := find_metric(kind, quantities))],
+        totals=_totals(metrics, quantities),
     )
 
 
@@ -112,31 +102,24 @@ def _left_out(record: Mapping[str, Any]) -> Iterator[list[str]]:
         yield from ([f"round {entry['round'] + 1}", client, reason] for client, reason in why)
 
 
-def _meanings(kinds: list[str], record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What each metric means that has a meaning."""
-    meanings = {kind: meaning for kind, meaning in _MEANINGS.items() if kind in ("forgetting", "BWT", "kept_bytes")}
-    meanings |= {f"{kind}_accuracy": f"accuracy {meaning}" for kind, meaning in _MEANINGS.items()}
-    meanings |= {"A_gen": meanings["general_accuracy"], "A_per": meanings["personal_accuracy"]}
-    meanings |= {kind: meanings["T_accuracy"] for kind in kinds if kind[:2] == "A_" and kind[2:].isdigit()}
-    meanings |= {kind: _MEANINGS["F"] for kind in kinds if kind[:2] == "F_"}
-    for one in record.get("measures", []):
-        way = "higher" if one["higher_is_better"] else "lower"
-        meanings |= {f"{k}_{one['name']}": f"{one['name']} ({way} is better) {what}" for k, what in _MEANINGS.items()}
-    own = ", of the client's own model: after its last local training of each task, before aggregation"
-    meanings |= {f"{kind}_own": f"{meaning}{own}" for kind, meaning in meanings.items()}
-    return [(kind, meanings[kind]) for kind in kinds if kind in meanings]
+def _totals(metrics: Mapping[str, float], quantities: Sequence[Quantity]) -> list[list[str]]:
+    """Return the heading, the value and the description of each metric of the whole federation."""
+    found = [(find_metric(key, quantities), value) for key, value in metrics.items() if key.endswith("/total")]
+    return [[one.heading, number_text(value, one.unit), one.about] for one, value in found if one]
 
 
 def overview(record: Record, every: Curves) -> Spec | None:
     """The server on the whole test set and on what was learnt, the clients on what each has learnt."""
-    what, x, spread = quantity(record), charts.round_axis(len(record["rounds"])), _spread(record, every)
+    quantity, x, spread = get_quantity(record), charts.round_axis(len(record["rounds"])), _spread(record, every)
     lines = _server(record, every) + [{"round": row["round"], "line": _CLIENTS, "value": row["mean"]} for row in spread]
     if not lines:
         return None
     fields = ("round", "best", "upper quarter", "mean", "lower quarter", "worst", "worst client", "clients")
     band = charts.chart_of("spread").encode(x=x, tooltip=charts.tips(**dict.fromkeys(fields, "")))
     layers = [
-        band.mark_area(opacity=opacity, color=COLOURS[1]).encode(y=charts.value_axis(what, f"{low}:Q"), y2=f"{high}:Q")
+        band.mark_area(opacity=opacity, color=COLOURS[1]).encode(
+            y=charts.value_axis(quantity, f"{low}:Q"), y2=f"{high}:Q"
+        )
         for low, high, opacity in (("worst", "best", 0.13), ("lower quarter", "upper quarter", 0.22))
         if any(row["clients"] > 1 for row in spread)
     ]
@@ -146,26 +129,26 @@ def overview(record: Record, every: Curves) -> Spec | None:
         number = begin.mark_text(align="left", dx=4, baseline="top", color="#888888")
         layers.append(begin.mark_rule(strokeDash=[4, 3], color="#999999"))
         layers.append(number.encode(y=alt.value(2), text="experience:O"))
-    base = charts.chart_of("lines").encode(x=x, y=charts.value_axis(what))
-    layers += _lines(base.encode(tooltip=charts.tips(line="model", round="", value=what)), lines)
+    base = charts.chart_of("lines").encode(x=x, y=charts.value_axis(quantity))
+    layers += _lines(base.encode(tooltip=charts.tips(line="model", round="", value=quantity.name)), lines)
     return on_page(alt.layer(*layers), lines=lines, spread=spread, starts=starts)
 
 
 def over_time(record: Record, every: Curves) -> Spec | None:
     """The server on the whole test set and on what was learnt, by the clock of a rehearsed deployment."""
-    times, what = simulated_times(record), quantity(record)
+    times, quantity = simulated_times(record), get_quantity(record)
     rows = [{**row, "seconds": float(times[row["round"] - 1])} for row in _server(record, every) if len(times)]
     if not rows:
         return None
     x = alt.X("seconds:Q", title="seconds since the beginning", scale=alt.Scale(nice=False, zero=True))
-    tips = charts.tips(line="model", seconds="", round="", value=what)
-    base = charts.chart_of("rows").encode(x=x, y=charts.value_axis(what), tooltip=tips)
+    tips = charts.tips(line="model", seconds="", round="", value=quantity.name)
+    base = charts.chart_of("rows").encode(x=x, y=charts.value_axis(quantity), tooltip=tips)
     return on_page(alt.layer(*_lines(base, rows, interpolate="step-after")), rows=rows)
 
 
 def by_group(record: Record, every: Curves) -> Spec | None:
     """Each group of test samples, round by round, of the model that is chosen: lines, or many groups as a heat map."""
-    what, names = quantity(record), record["groups"]
+    quantity, names = get_quantity(record), record["groups"]
     if not every or len(names) < 2:
         return None
     models = _first(every, max(curve.accuracy.size for curve in every.values()))
@@ -176,20 +159,20 @@ def by_group(record: Record, every: Curves) -> Spec | None:
         for name, value in zip(names, values, strict=True)
         if np.isfinite(value)
     ]
-    base = charts.chart_of("rows").encode(tooltip=charts.tips(group="", round="", value=what))
+    base = charts.chart_of("rows").encode(tooltip=charts.tips(group="", round="", value=quantity.name))
     if len(names) <= len(COLOURS):
-        lines = base.encode(x=charts.round_axis(len(record["rounds"])), y=charts.value_axis(what))
+        lines = base.encode(x=charts.round_axis(len(record["rounds"])), y=charts.value_axis(quantity))
         lines = lines.encode(color=charts.colour("group", names))
         return on_page(charts.chosen(alt.layer(lines.mark_line(), charts.dots(lines)), models), rows=rows)
     x = alt.X("round:O", title="round", axis=charts.whole_numbers())
     y = alt.Y("group:N", sort=names, title=None, axis=alt.Axis(labelOverlap=True))
-    cells = base.mark_rect().encode(x=x, y=y, color=charts.heat(what))
+    cells = base.mark_rect().encode(x=x, y=y, color=charts.heat(quantity))
     return on_page(charts.chosen(cells, models), max(260, min(16 * len(names), 480)), rows=rows)
 
 
 def matrix(record: Record) -> Spec | None:
     """The value on each task after each task, of the model that is chosen."""
-    found, what = matrices(record), quantity(record)
+    found, quantity = matrices(record), get_quantity(record)
     if not found:
         return None
     longest = max(map(len, found.values()))
@@ -202,21 +185,23 @@ def matrix(record: Record) -> Spec | None:
         if np.isfinite(value)
     ]
     base = charts.chart_of("rows").encode(
-        x=alt.X("on:O", title=f"{what} on task", axis=charts.whole_numbers()),
+        x=alt.X("on:O", title=f"{quantity.name} on task", axis=charts.whole_numbers()),
         y=alt.Y("after:O", title="after task", axis=charts.whole_numbers()),
-        tooltip=charts.tips(after="after task", on="on task", groups="", value=what) + charts.tips(**{"is": ""}),
+        tooltip=charts.tips(after="after task", on="on task", groups="", value=quantity.name)
+        + charts.tips(**{"is": ""}),
     )
     faint = alt.condition("datum.is == 'learnt'", alt.value(1), alt.value(0.7))
-    layers = [base.mark_rect().encode(color=charts.heat(what), opacity=faint)]
-    if longest <= 12 and what == "accuracy":
-        ink = alt.condition("datum.value < 0.6", alt.value("white"), alt.value("black"))
+    layers = [base.mark_rect().encode(color=charts.heat(quantity), opacity=faint)]
+    if longest <= 12 and quantity.bounds:
+        low, high = quantity.bounds
+        ink = alt.condition(f"datum.value < {low + 0.6 * (high - low)}", alt.value("white"), alt.value("black"))
         layers.append(base.mark_text().encode(text=alt.Text("value:Q", format=".2f"), color=ink))
     return on_page(charts.chosen(alt.layer(*layers), models), min(420, max(140, 34 * longest)), rows=rows)
 
 
 def kept_tasks(record: Record) -> Spec | None:
     """Each task right after it was learnt, and at the end: the length between is what was forgotten."""
-    found, what = matrices(record, rounds="last"), quantity(record)
+    found, quantity = matrices(record, rounds="last"), get_quantity(record)
     models = _first(found, max(map(len, found.values()), default=1))
     ways = ("after its own rounds", "at the end")
     rows = [
@@ -232,26 +217,28 @@ def kept_tasks(record: Record) -> Spec | None:
     base = charts.chart_of("rows").encode(x=alt.X("task:O", title="task", axis=charts.whole_numbers()))
     base = base.encode(tooltip=charts.tips(groups="", **dict.fromkeys(ways, "")))
     rule = base.mark_rule(strokeWidth=2, color="#999999")
-    rule = rule.encode(y=charts.value_axis(what, f"{ways[0]}:Q"), y2=f"{ways[1]}:Q")
-    points = base.mark_point(filled=True, size=90, opacity=1).encode(y=charts.value_axis(what))
+    rule = rule.encode(y=charts.value_axis(quantity, f"{ways[0]}:Q"), y2=f"{ways[1]}:Q")
+    points = base.mark_point(filled=True, size=90, opacity=1).encode(y=charts.value_axis(quantity))
     points = points.encode(color=charts.colour("when", ways), shape=charts.shape("when", ways))
     return on_page(charts.chosen(alt.layer(rule, points), models), rows=rows)
 
 
 def ends_chart(record: Record, found: Sequence[tuple[str, float]]) -> Spec | None:
     """How each client ended, on all that it has learnt, the worst off first; very many are counted by their values."""
-    what = quantity(record)
+    quantity = get_quantity(record)
     rows = [{"client": model_name(model), "value": value} for model, value in found]
     if len(rows) < 2:
         return None
     bars = charts.chart_of("rows").mark_bar(color=COLOURS[1])
-    title = f"{what} at the end, on all that the client has learnt"
+    title = f"{quantity.name} at the end, on all that the client has learnt"
     if len(rows) > _BARS:
         bins = alt.X("value:Q", bin=alt.Bin(maxbins=40), title=title)
         return on_page(bars.encode(x=bins, y=alt.Y("count()", title="clients"), tooltip=["count()"]), rows=rows)
-    x = alt.X("value:Q", title=title, scale=charts.quantity_scale(what) if what == "accuracy" else alt.Scale(zero=True))
+    x = alt.X("value:Q", title=title, scale=charts.quantity_scale(quantity, zero=True))
     y = alt.Y("client:N", sort=None, title=None)
-    return on_page(bars.encode(x=x, y=y, tooltip=charts.tips(client="", value=what)), 17 * len(rows), rows=rows)
+    return on_page(
+        bars.encode(x=x, y=y, tooltip=charts.tips(client="", value=quantity.name)), 17 * len(rows), rows=rows
+    )
 
 
 def traffic(record: Record) -> Spec | None:
@@ -319,7 +306,7 @@ def _server(record: Record, every: Curves) -> Points:
 
 def _spread(record: Record, every: Curves) -> Points:
     """The clients that were tested in each round, on what they had learnt by then."""
-    rows, way = [], sign(record)
+    rows, way = [], get_quantity(record).sign
     for number, of in charts.by_round(every).items():
         values = way * np.array([*of.values()])
         quarters = dict(zip(_SPREAD, (way * np.quantile(values, (0, 0.25, 0.75, 1))).tolist(), strict=True))

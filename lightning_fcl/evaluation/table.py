@@ -14,7 +14,8 @@ import numpy as np
 from lightning_fcl import __version__
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.metrics import task_curves
+from lightning_fcl.evaluation.curves import task_curves
+from lightning_fcl.evaluation.metrics import find_metric
 from lightning_fcl.io.atomic import write_whole
 from lightning_fcl.io.reading import read_json
 
@@ -62,8 +63,8 @@ class Cell:
         return "near" if self.off <= NEAR + 1e-9 else "spread" if in_spread else "outside"
 
     def text(self, name: str, mark: str = "") -> str:
-        """The number as tables show it, ``ours ± std (paper)``: no ± for one seed, or where all seeds are the same."""
-        spread = f" ± {metric_number(name, self.std)}" if self.n > 1 and (self.std or "_bytes" not in name) else ""
+        """Return the text of a cell, ``ours ± std (paper)``, without ± for one seed and for equal sizes in bytes."""
+        spread = f" ± {metric_number(name, self.std)}" if self.n > 1 and (self.std or not is_size(name)) else ""
         paper = f" ({metric_number(name, self.paper)})" if self.paper is not None else ""
         return f"{mark}{metric_number(name, self.mean)}{mark}{spread}{paper}"
 
@@ -253,10 +254,17 @@ def metric_title(name: str) -> str:
     return f"{metric} {model}".strip()
 
 
+def is_size(name: str) -> bool:
+    """Return whether a metric is a number of bytes."""
+    metric = find_metric(name)
+    return metric is not None and metric.unit == "B"
+
+
 def metric_number(name: str, value: float | None) -> str:
+    """Return the value of a metric as tables show it: sizes in MB, other values with three digits."""
     if value is None:
         return "-"
-    return f"{value / 1e6:.3f} MB" if "_bytes" in name else f"{value:.3f}"
+    return f"{value / 1e6:.3f} MB" if is_size(name) else f"{value:.3f}"
 
 
 def _plain(cell: Cell) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
 from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.evaluation.metrics import first_tasks, summarize
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.record import first_tasks
 from lightning_fcl.io.reading import read_text
 from lightning_fcl.methods.method import Method
 

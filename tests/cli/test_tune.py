@@ -431,7 +431,7 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
         ({"space": {"data.batch_size": ["many"]}}, "Expected `fit` to take many for data.batch_size but"),
         ({"space": {"trainer.callbacks.Repaly.max_size": [5]}}, "are FLwF2T, Replay. Did you mean Replay?"),
         ({"space": {"trainer.callbacks.Replay.max_sise": [5]}}, "but got `max_sise`. Did you mean max_size?"),
-        ({"objective": "accuracy"}, "`objective` to be one of A_gen/server"),
+        ({"objective": "accuracy", "direction": "maximize"}, "`objective` to be one of A_gen/server"),
     ],
 )
 def test_bad_input_gives_one_clear_message(search, tmp_path, error_of, changes, message):
@@ -445,9 +445,24 @@ def test_bad_input_gives_one_clear_message(search, tmp_path, error_of, changes, 
 def test_a_wrong_objective_does_not_stand_in_the_way(search, tmp_path, pretend):
     pretend()
     with pytest.raises(SystemExit):
-        main(search(objective="accuracy"))
+        main(search(objective="accuracy", direction="maximize"))
     main(search())
     assert len(rows(tmp_path / "out")) == 4
+
+
+@pytest.mark.parametrize(
+    ("objective", "direction", "expected"),
+    [
+        ("final_accuracy/server", None, "maximize"),
+        ("F_3/clients", None, "minimize"),
+        ("upload_bytes/total", None, "minimize"),
+        ("upload_bytes/total", "maximize", "maximize"),
+        ("final_MSE/server", "minimize", "minimize"),
+    ],
+)
+def test_search_direction_defaults_to_that_of_the_metric(tmp_path, search, objective, direction, expected):
+    search(objective=objective, direction=direction)
+    assert module.Search.read(tmp_path / "search.yaml").direction == expected
 
 
 def test_bad_words(search, tmp_path, error_of):
@@ -461,7 +476,8 @@ def test_bad_words(search, tmp_path, error_of):
 
 def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):
     search()
-    text = "configs: tiny.yaml\nobjective: x\ntrials: 1\nspace: {a: {low: 1e-3, high: 1E2, log: true}, b: [1e-3, 1e-2]}"
+    text = "configs: tiny.yaml\nobjective: late/total\ntrials: 1\n"
+    text += "space: {a: {low: 1e-3, high: 1E2, log: true}, b: [1e-3, 1e-2]}"
     (tmp_path / "search.yaml").write_text(text)
     space = module.Search.read(tmp_path / "search.yaml").space
     assert space == {"a": {"low": 0.001, "high": 100.0, "log": True}, "b": [0.001, 0.01]}

@@ -8,8 +8,9 @@ import pytest
 from raising import raises
 
 from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.evaluation.curves import curves
 from lightning_fcl.evaluation.headline import simulated_times, time_to
-from lightning_fcl.evaluation.metrics import curves, summarize
+from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.results import write_csv
 from lightning_fcl.evaluation.run_page import over_time
 

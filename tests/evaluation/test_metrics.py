@@ -8,16 +8,8 @@ import pytest
 from raising import raises
 
 from lightning_fcl.errors import UnknownNameError
-from lightning_fcl.evaluation.metrics import (
-    average_accuracy,
-    backward_transfer,
-    curves,
-    forgetting,
-    matrices,
-    stream_accuracies,
-    summarize,
-    task_curves,
-)
+from lightning_fcl.evaluation.curves import curves, matrices, stream_accuracies, task_curves
+from lightning_fcl.evaluation.metrics import average_accuracy, backward_transfer, forgetting, summarize
 
 CLIENTS = ("client1", "7", "generalized")
 

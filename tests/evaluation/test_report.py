@@ -13,8 +13,9 @@ from raising import raises
 
 from lightning_fcl.errors import InvalidValueError, MissingFileError, MissingValueError
 from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
+from lightning_fcl.evaluation.curves import curves, matrices
 from lightning_fcl.evaluation.headline import headlines
-from lightning_fcl.evaluation.metrics import curves, matrices, summarize
+from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, write_files, write_results
 from lightning_fcl.evaluation.run_page import run_page
 from lightning_fcl.evaluation.table import Table

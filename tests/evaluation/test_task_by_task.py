@@ -2,7 +2,9 @@
 
 import pytest
 
-from lightning_fcl.evaluation.metrics import first_tasks, summarize, task_curves
+from lightning_fcl.evaluation.curves import task_curves
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.record import first_tasks
 from lightning_fcl.evaluation.table import Table, cells, with_tasks
 
 

@@ -20,7 +20,9 @@ from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.evaluation.comparison import compare_page
-from lightning_fcl.evaluation.metrics import curves, matrices, quantity, stream_accuracies, summarize
+from lightning_fcl.evaluation.curves import curves, matrices, stream_accuracies
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.record import get_quantity
 from lightning_fcl.evaluation.results import write_csv, write_results
 from lightning_fcl.evaluation.run_page import run_page
 from lightning_fcl.models import MLP, EchoStateNetwork
@@ -108,7 +110,7 @@ def test_continual_metrics_are_those_of_numpy(fit, outputs):
     stream, metrics = make(outputs), ByHand()
     trainer = fit(regressor(outputs), stream, [metrics], seed=0)
     record, found = metrics.record, np.array(metrics.found)  # (rounds, parts, measures)
-    assert [one["name"] for one in record["measures"]] == ["MSE", "R2"] and quantity(record) == "MSE"
+    assert [one["name"] for one in record["measures"]] == ["MSE", "R2"] and get_quantity(record).name == "MSE"
     for number, name in enumerate(("MSE", "R2")):
         rows = [entry["values"]["server"][name] for entry in record["rounds"]]
         values = [[row[part] for part in ("0", "1", "2", "0+1", "0+1+2")] for row in rows]

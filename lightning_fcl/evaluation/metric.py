@@ -1,0 +1,149 @@
+"""The record of a metric, and functions that apply a formula to the models of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+from lightning_fcl.evaluation.continual import finite_mean
+from lightning_fcl.evaluation.record import ACCURACY, Evaluation, ModelHistory, Quantity
+
+Unit: TypeAlias = Literal["", "B", "s", "uploads", "rounds"]
+"""Unit of a metric: none, bytes, seconds, or a count."""
+
+
+class Score(NamedTuple):
+    """A value of a metric.
+
+    Args:
+        model: ``"server"``, a client's id, ``"clients"`` for their mean, or ``"total"`` for the whole federation.
+        value: Value. NaN if it cannot be computed.
+        number: Number in place of ``{number}`` in the metric's name.
+    """
+
+    model: str
+    value: float
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a run. Results, reports, tables and listings read this record.
+
+    Args:
+        name: Name in ``results.json``, where ``/MODEL`` follows. May contain ``{number}``.
+        function: Returns the scores of an `Evaluation`.
+        direction: Direction of the better values. ``"quantity"``: that of the quantity in the description.
+        description: One line. ``{quantity}`` stands for accuracy, or for another quantity of a module.
+        unit: Unit of the value.
+        measure_name: Name for a module that is evaluated by other quantities than accuracy, with ``{measure}`` in place
+            of the quantity. None if the metric is only defined for accuracy. Default: ``name``.
+        title: Heading in reports. Default: ``name`` with spaces.
+
+    Example:
+        >>> rounds = [{"round": 0, "experience": {"a": 0}, "correct": {"a": [8]}}]
+        >>> record = {"groups": ["x"], "totals": [10], "tasks": {"a": [[0]]}, "rounds": rounds}
+        >>> best = Metric("best", per_model(lambda model: model.overall.max()), "quantity", "highest {quantity}")
+        >>> [(score.model, float(score.value)) for score in best.function(Evaluation(record, ACCURACY))]
+        [('a', 0.8), ('clients', 0.8)]
+    """
+
+    name: str
+    function: Callable[[Evaluation], Iterable[Score]]
+    direction: Literal["maximize", "minimize", "quantity"]
+    description: str
+    unit: Unit = ""
+    measure_name: str | None = ""
+    title: str = ""
+
+    def for_quantity(self, quantity: Quantity) -> Metric | None:
+        """Return the metric with its name, title, direction and description for a quantity, or None."""
+        name = self.name if quantity == ACCURACY or self.measure_name == "" else self.measure_name
+        if name is None:
+            return None
+        name = name.replace("{measure}", quantity.name)
+        direction = self.direction
+        if direction == "quantity":
+            direction = "maximize" if quantity.higher_is_better else "minimize"
+        return replace(
+            self,
+            name=name,
+            direction=direction,
+            description=self.description.replace("{quantity}", quantity.name),
+        )
+
+    @property
+    def about(self) -> str:
+        """Description with the direction of the better values."""
+        ways = {"maximize": "; higher is better", "minimize": "; lower is better", "quantity": ""}
+        return f"{self.description}{ways[self.direction]}"
+
+    @property
+    def heading(self) -> str:
+        """Heading in reports."""
+        return self.title or self.name.replace("_", " ")
+
+    def key(self, score: Score) -> str:
+        """Return the name of a score in ``results.json``."""
+        name = self.name.replace("{number}", str(score.number))
+        return f"{name}/{score.model}" if score.model else name
+
+    def matches(self, name: str) -> bool:
+        """Return whether a name without its model is one of this metric."""
+        return re.fullmatch(re.escape(self.name).replace(re.escape("{number}"), r"\d+"), name) is not None
+
+
+def all_models(evaluation: Evaluation) -> list[ModelHistory]:
+    """Return the tested models: the server and clients."""
+    return evaluation.models
+
+
+def clients(evaluation: Evaluation) -> list[ModelHistory]:
+    """Return the tested models of clients."""
+    return [history for history in evaluation.models if history.model != "server"]
+
+
+def task_sequences(evaluation: Evaluation) -> list[ModelHistory]:
+    """Return the tested models with at least two tasks."""
+    return [history for history in evaluation.models if len(history.tasks) > 1]
+
+
+def local_task_sequences(evaluation: Evaluation) -> list[ModelHistory]:
+    """Return the clients' models before aggregation, if they have at least two tasks."""
+    return [history for history in evaluation.local_models if len(history.tasks) > 1]
+
+
+def per_model(
+    formula: Callable[[ModelHistory], float],
+    models: Callable[[Evaluation], list[ModelHistory]] = all_models,
+    number: Callable[[ModelHistory], int] = lambda history: 0,
+) -> Callable[[Evaluation], Iterator[Score]]:
+    """Return a metric's function: a formula for each model, and the mean over the clients.
+
+    Args:
+        formula: Value of a model. NaN if it is not defined.
+        models: Models with a value.
+        number: Number in the metric's name.
+    """
+    return per_number(lambda history: {number(history): formula(history)}, models)
+
+
+def per_number(
+    formula: Callable[[ModelHistory], dict[int, float]],
+    models: Callable[[Evaluation], list[ModelHistory]] = all_models,
+) -> Callable[[Evaluation], Iterator[Score]]:
+    """Return a metric's function: a formula with a value for each of several numbers, as in `per_model`."""
+
+    def scores(evaluation: Evaluation) -> Iterator[Score]:
+        of_clients: dict[int, list[float]] = {}
+        for history in models(evaluation):
+            for number, value in formula(history).items():
+                yield Score(history.model, value, number)
+                if history.model != "server":
+                    of_clients.setdefault(number, []).append(value)
+        for number, values in of_clients.items():
+            yield Score("clients", finite_mean(values), number)
+
+    return scores

@@ -1,0 +1,210 @@
+"""Records of runs: the test results of each model, round by round.
+
+The record of `ContinualMetrics` contains ``groups``, the names of the groups of test samples (classes or domains),
+``totals``, the number of test samples in each group, ``tasks``, the groups in each task of each model, and ``rounds``.
+A round contains ``correct``, the number of correct predictions of each model in each group, and ``upload_bytes`` and
+``download_bytes`` of each client.
+If a module is evaluated by other quantities than accuracy, the record contains their names and directions under
+``measures``, and a round contains their values under ``values`` in place of ``correct``.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from lightning_fcl.evaluation.continual import (
+    FloatArray,
+    Tasks,
+    ValuesOf,
+    counted,
+    personal_values,
+    stream_values,
+    value_matrix,
+    values_of_measure,
+)
+
+__all__ = [
+    "ACCURACY",
+    "Evaluation",
+    "ModelHistory",
+    "Quantity",
+    "first_tasks",
+    "get_quantities",
+    "get_quantity",
+    "model_histories",
+    "model_history",
+    "server_first",
+    "tested_models",
+]
+
+Record: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity by which models are evaluated: accuracy, or a measure of the module.
+
+    Args:
+        name: Name in the record.
+        higher_is_better: Direction.
+        bounds: Lowest and highest value, or None if they are unknown.
+    """
+
+    name: str
+    higher_is_better: bool
+    bounds: tuple[float, float] | None = None
+
+    @property
+    def sign(self) -> int:
+        """Factor that makes higher values better: 1 or -1."""
+        return 1 if self.higher_is_better else -1
+
+
+ACCURACY = Quantity("accuracy", higher_is_better=True, bounds=(0, 1))
+
+
+def get_quantities(record: Record) -> list[Quantity]:
+    """Return the quantities of a record: accuracy, or the measures of the module.
+
+    Example:
+        >>> get_quantities({"measures": [{"name": "MSE", "higher_is_better": False}]})
+        [Quantity(name='MSE', higher_is_better=False, bounds=None)]
+    """
+    if "measures" not in record:
+        return [ACCURACY]
+    return [Quantity(measure["name"], measure["higher_is_better"]) for measure in record["measures"]]
+
+
+def get_quantity(record: Record) -> Quantity:
+    """Return the quantity of the curves and matrices of a record: accuracy, or the first measure."""
+    return get_quantities(record)[0]
+
+
+def tested_models(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the test results of a round by model."""
+    found: Mapping[str, Any] = entry["values"] if "values" in entry else entry["correct"]
+    return found
+
+
+@dataclass(frozen=True)
+class ModelHistory:
+    """The test results of one model by one quantity, round by round.
+
+    Args:
+        model: ``"server"``, or a client's id.
+        quantity: Quantity of the values.
+        values: Function that returns the values on some groups together, shape (R,).
+        experience: Experience (from 0) of each of the R tests.
+        tasks: Groups of each of the T tasks.
+        num_groups: Number of groups of test samples.
+        num_before_fit: Number of tests before the first round: 1 for the server of a stream with a base session.
+
+    Example:
+        >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 9 * r, 8 * r]}} for r in range(2)]
+        >>> record = {"groups": ["x", "y"], "totals": [10, 10], "tasks": {"a": [[0], [1]]}, "rounds": rounds}
+        >>> Evaluation(record, ACCURACY).models[0].last_matrix.tolist()
+        [[1.0, 0.0], [0.1, 0.8]]
+    """
+
+    model: str
+    quantity: Quantity
+    values: ValuesOf
+    experience: list[int]
+    tasks: Tasks
+    num_groups: int
+    num_before_fit: int = 0
+
+    @cached_property
+    def overall(self) -> FloatArray:
+        """Values on the whole test set, shape (R,)."""
+        return self.values(range(self.num_groups))
+
+    @cached_property
+    def personal(self) -> FloatArray:
+        """Values on all groups that the model had learned by then, shape (R,)."""
+        return personal_values(self.values, self.experience, self.tasks)
+
+    @cached_property
+    def stream(self) -> FloatArray:
+        """Values on the groups of experiences 0..i after the last round of experience i, shape (T,)."""
+        return stream_values(self.values, self.experience, self.tasks)
+
+    @cached_property
+    def mean_matrix(self) -> FloatArray:
+        """Mean value on task d over the rounds of task t, shape (T, T)."""
+        return value_matrix(self.values, self.experience, self.tasks, "mean")
+
+    @cached_property
+    def last_matrix(self) -> FloatArray:
+        """Value on task d after the last round of task t, shape (T, T)."""
+        return value_matrix(self.values, self.experience, self.tasks, "last")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The test results of all models of a run by one quantity.
+
+    Args:
+        record: Record of the run.
+        quantity: One of `get_quantities`.
+    """
+
+    record: Record
+    quantity: Quantity
+
+    @cached_property
+    def models(self) -> list[ModelHistory]:
+        """Histories of the models with at least one test, the server first."""
+        return model_histories(self.record, self.quantity)
+
+    @cached_property
+    def local_models(self) -> list[ModelHistory]:
+        """Histories of the clients' models before aggregation, after the last local training of an experience."""
+        name = "values" if "measures" in self.record else "correct"
+        rounds = [{**entry, name: entry["own"]} for entry in self.record["rounds"] if "own" in entry]
+        tasks = {model: tasks for model, tasks in self.record["tasks"].items() if model != "server"}
+        return model_histories({**self.record, "tasks": tasks, "rounds": rounds}, self.quantity)
+
+
+def first_tasks(record: Record, tasks: int) -> dict[str, Any]:
+    """Return the record of the first tasks of each client, without the values that are measured at the end of a run.
+
+    Example:
+        >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"a": [9 - r, r]}} for r in range(2)]
+        >>> cut = first_tasks({"tasks": {"a": [[0], [1]]}, "rounds": rounds, "kept_bytes": {"a": 40}}, tasks=1)
+        >>> cut["tasks"], len(cut["rounds"]), "kept_bytes" in cut
+        ({'a': [[0]]}, 1, False)
+    """
+    rounds = [entry for entry in record["rounds"] if entry["experience"]["server"] < tasks]
+    ended = ("kept_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
+    kept = {name: value for name, value in record.items() if name not in ended}
+    return {**kept, "tasks": {model: groups[:tasks] for model, groups in record["tasks"].items()}, "rounds": rounds}
+
+
+def server_first(models: Iterable[str]) -> list[str]:
+    """Return the models in their order, but the server first."""
+    return sorted(models, key=lambda model: model != "server")
+
+
+def model_histories(record: Record, quantity: Quantity, before_fit: bool = True) -> list[ModelHistory]:
+    """Return the histories of the models that were tested in a round, the server first."""
+    histories = (model_history(record, model, quantity, before_fit) for model in server_first(record["tasks"]))
+    return [history for history in histories if len(history.experience) > history.num_before_fit]
+
+
+def model_history(record: Record, model: str, quantity: Quantity, before_fit: bool = True) -> ModelHistory:
+    """Return the history of a model, by default with the server's test before the first round."""
+    entries = [entry for entry in record["rounds"] if model in tested_models(entry)]
+    found = [tested_models(entry)[model] for entry in entries]
+    experience = [entry["experience"][model] for entry in entries]
+    num_before_fit = int(before_fit and model == "server" and "start" in record)
+    if num_before_fit:
+        found, experience = [record["start"], *found], [0, *experience]
+    values = (
+        values_of_measure([one[quantity.name] for one in found])
+        if "measures" in record
+        else counted(found, record["totals"])
+    )
+    tasks = record["tasks"][model]
+    return ModelHistory(model, quantity, values, experience, tasks, len(record["groups"]), num_before_fit)
