@@ -200,8 +200,8 @@ def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
     results |= {"finished": True, "versions": {}, "machine": "", "seconds": 1.0, "command": "a run"}
     write_results(tmp_path, results)
     page, comparison = run_page(results), compare_page({"a run": [results]})
-    assert "<dt>final_R2</dt><dd>R2 (higher is better) on the whole test set after the last round</dd>" in page
-    assert "<dt>forgetting_MSE</dt><dd>MSE (lower is better) what was lost" in page
+    assert "<dt>final_R2</dt><dd>R2 on the whole test set after the last round; higher is better</dd>" in page
+    assert "<dt>forgetting_MSE</dt><dd>loss of MSE on the earlier tasks since their best value" in page
     for text in (page, comparison):
         said = re.sub("<script>.*?</script>", "", text, flags=re.DOTALL)
         assert "MSE" in said and "accuracy" not in said.lower()
