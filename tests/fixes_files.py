@@ -290,8 +290,7 @@ ROWS |= {
         {"objective": "final_MSE/server", "direction": None},
         {"objective": "final_MSE/server", "direction": "minimize"},
         "Set `direction: maximize`, or `direction: minimize`.",
-        MissingValueError,
-        "direction",
+        argument="direction",
     ),
     "recipe in place of a search file": Row(
         read_search_file,
