@@ -54,6 +54,7 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore, trained_rounds
 from lightning_fcl.federation.sent_once import kept_once
 from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.uploads import Messages
 from lightning_fcl.io.atomic import locked, write_whole
 from lightning_fcl.io.paths import cache_folder, inside
 from lightning_fcl.io.reading import read_note
@@ -171,10 +172,10 @@ class NodeRound(Round):
                 group.update(own)
         yield from super().train_clients(cohort)
 
-    def send(self, clients: ClientRounds, states: State) -> list[bool]:
+    def send(self, clients: ClientRounds, states: State, messages: Messages) -> list[bool]:
         """Encode the upload for the answer to the server, if its values are finite."""
         self.trained = clients
-        uploads, taken, _ = self.federation.server.encode(clients, states)
+        uploads, taken, _ = self.federation.server.encode(clients, states, messages)
         if all(taken):
             self.answer.update({name: value.detach().clone() for name, value in uploads.sent(0).items()})
         return taken

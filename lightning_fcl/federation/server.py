@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from lightning_fcl.federation.optimizers import OptimizerFactory, ServerOptimize
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.robust import check_finite, check_moved, check_still_finite, find_faults
 from lightning_fcl.federation.sent_once import SentOnce
-from lightning_fcl.federation.uploads import Pipeline, Setting, Uploads, UploadTransform, difference
+from lightning_fcl.federation.uploads import Exchange, Messages, Pipeline, Setting, Uploads, UploadTransform, difference
 from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class FederatedServer:
         self.client_weights: ClientWeights = client_weights
         self.pipeline = Pipeline(transforms)
         self.seed = 0  # of the federation
+        self.senders: Sequence[str] = ()  # sections of the methods whose clients send messages
+        self.messages: dict[str, dict[str, State]] = {}  # that arrived in the round, by section and client
         self.largest_update = math.inf  # how far a round may move it: so many times the larger of its norm and 1
         self.state: State = {}
         self.numbers: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
@@ -98,6 +101,7 @@ class FederatedServer:
         self.record, self.aggregator = RoundRecord(), Aggregator({})
         self._changed: set[str] = set()  # of the frozen, by some client
         self._memories: dict[str, ClientState] = {}  # of the transforms, by client, until the uploads are accepted
+        self._exchanged: dict[str, Memory] = {}  # what clients keep from the messages of transforms in the round
 
     def begin(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None, round: int = 0) -> None:
         """Begin a fit with a module's state as the server's. See `begin_round`."""
@@ -135,10 +139,10 @@ class FederatedServer:
             self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
         self.store.begin_round()
-        setting = Setting(self.state, self.reductions, self._learnt, self.seed, round, list(self.numbers))
+        setting = Setting(self.state, self.reductions, self._learnt, self.seed, round, list(self.numbers), self.senders)
         self.pipeline.setup(setting)
         self.record, self.aggregator = RoundRecord(), Aggregator(self.reductions, self.pipeline)
-        self._changed, self._memories = set(), {}
+        self._changed, self._memories, self._exchanged, self.messages = set(), {}, {}, {}
         self._offer(self.state)
 
     def _find_frozen(self, module: nn.Module) -> None:
@@ -200,7 +204,7 @@ class FederatedServer:
         self,
         client_rounds: Sequence[ClientRound],
         states: Mapping[str, Tensor],
-        messages: Mapping[str, Sequence[State]] | None = None,
+        messages: Messages | None = None,
     ) -> list[bool]:
         """Encode the uploads of clients, count their bytes and accept them, in a simulation.
 
@@ -223,7 +227,7 @@ class FederatedServer:
         return [fine and next(accepted) for fine in taken]
 
     def encode(
-        self, parts: ClientRounds, states: Mapping[str, Tensor], messages: Mapping[str, Sequence[State]] | None = None
+        self, parts: ClientRounds, states: Mapping[str, Tensor], messages: Messages | None = None
     ) -> tuple[Uploads, list[bool], CohortSums]:
         """Do the clients' part of an upload: drop what is not finite, and apply the transforms.
 
@@ -255,6 +259,7 @@ class FederatedServer:
         uploads.kept = kept
         for section, each in (messages or {}).items():
             uploads.messages[section] = [each[row] for row in rows]
+        uploads.exchanged = [self._exchanged.setdefault(client, {}) for client in parts.clients]
         self._leave_out(uploads)
         if self.pipeline.needs_updates:
             uploads.values = {name: difference(value, uploads.origins[name]) for name, value in sent.items()}
@@ -306,7 +311,38 @@ class FederatedServer:
                 if any(name not in uploads.unchanged[row] for row in rows):
                     self._changed.add(name)
             self.record.trained += clients
+            for section, each in uploads.messages.items():
+                arrived = self.messages.setdefault(section, {})
+                arrived |= {client: each[row] for client, row in zip(clients, rows, strict=True)}
         return [row in rows for row in range(len(uploads))]
+
+    def send(self, client: str, tensors: State) -> State:
+        """Send a client tensors beside the download of the state, and count their bytes. Return what it receives."""
+        self.record.download(client, sum(value.nbytes for value in tensors.values()))
+        return tensors
+
+    def exchange(self, clients: Sequence[str], ranks: Ranks, hosts: Callable[[str], bool], after: bool = False) -> None:
+        """Let transforms exchange messages with clients, before or after the uploads.
+
+        Args:
+            clients: The clients.
+            ranks: The ranks, each of which simulates some of the clients.
+            hosts: Whether this rank simulates a client.
+            after: Whether the uploads have arrived.
+        """
+
+        def answers(transform: UploadTransform, questions: Mapping[str, State]) -> Mapping[str, State]:
+            own = {}
+            for client in filter(hosts, questions):
+                sent = self.send(client, questions[client])
+                own[client] = transform.answer(client, sent, self._exchanged.setdefault(client, {}))
+                self.record.upload(client, sum(value.nbytes for value in own[client].values()))
+            known = {client: answer for part in ranks.share(own) for client, answer in part.items()}
+            return {client: known[client] for client in questions}
+
+        for transform in self.pipeline.exchanges:
+            messages = Exchange(clients, partial(answers, transform))
+            (transform.after_upload if after else transform.before_upload)(messages)
 
     def adjust(self, uploads: Uploads) -> None:
         """Change decoded uploads of clients that did not start with the server's present state."""
@@ -382,6 +418,10 @@ class FederatedServer:
         self.aggregator.combine(ranks)
         self.record.combine(ranks, order)
         self._changed = set().union(*ranks.share(self._changed))
+        if self.senders:
+            for section in self.senders:
+                found = [item for part in ranks.share(self.messages.get(section, {})) for item in part.items()]
+                self.messages[section] = dict(sorted(found, key=lambda item: order.get(item[0], -1)))
 
     def finish_round(self) -> State:
         """Bring the uploads together; the new server state."""

@@ -22,7 +22,7 @@ Values that are local to a client are not part of an upload.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -35,6 +35,9 @@ from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.federation.packing import pack_nonzero
 from lightning_fcl.federation.reductions import Accumulator, Reduction, State
+
+Messages = Mapping[str, Sequence[State]]
+"""What each of several clients sends to methods beside the entries, by section of the method."""
 
 Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of tensors, by name."""
@@ -79,6 +82,7 @@ class Setting:
         seed: The seed of the federation.
         round: The number of the round.
         clients: All clients of the federation.
+        senders: Sections of the methods whose clients send messages beside the entries.
     """
 
     state: State
@@ -87,6 +91,7 @@ class Setting:
     seed: int
     round: int
     clients: Sequence[str]
+    senders: Sequence[str] = ()
 
     @property
     def uploaded(self) -> list[str]:
@@ -115,6 +120,7 @@ class Uploads:
         unchanged: Names of the entries that each client leaves out because they equal the state that the server sent.
         memories: New client state of transforms, by section: a dict of tensors for each client. It replaces the state
             before when the server has accepted the upload.
+        exchanged: What each client keeps from the messages of transforms until the round ends, see `Exchange`.
     """
 
     def __init__(
@@ -133,6 +139,7 @@ class Uploads:
         self.messages: dict[str, list[State]] = {}
         self.unchanged: list[set[str]] = [set() for _ in weights]
         self.memories: dict[str, list[Memory]] = {}
+        self.exchanged: list[Memory] = [{} for _ in weights]
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -228,6 +235,22 @@ class Sums:
     round: int
 
 
+class Exchange:
+    """Messages of a transform between the server and the clients of a round, before or after the uploads.
+
+    Args:
+        clients: The clients.
+        answers: Returns the clients' answers to questions.
+    """
+
+    def __init__(self, clients: Sequence[str], answers: Callable[[Mapping[str, State]], Mapping[str, State]]) -> None:
+        self.clients, self._answers = clients, answers
+
+    def ask(self, questions: Mapping[str, State]) -> Mapping[str, State]:
+        """Send tensors to clients, and return the tensors that each answers, see `UploadTransform.answer`."""
+        return self._answers(questions)
+
+
 class UploadTransform:
     """A step between what clients send and what the server aggregates.
 
@@ -264,6 +287,23 @@ class UploadTransform:
 
     def encode(self, uploads: Uploads) -> None:
         """Change what clients send."""
+
+    def before_upload(self, exchange: Exchange) -> None:
+        """Exchange messages with the clients of the round before they train."""
+
+    def answer(self, client: str, question: State, memory: Memory) -> State:
+        """Return a client's answer to a message of the server.
+
+        Args:
+            client: The client.
+            question: The tensors that the server has sent.
+            memory: What the client keeps until the round ends, to be changed in place. `encode` finds it in
+                ``uploads.exchanged``.
+        """
+        return {}
+
+    def after_upload(self, exchange: Exchange) -> None:
+        """Exchange messages with the clients whose uploads were accepted."""
 
     def decode(self, uploads: Uploads) -> None:
         """Change uploads that the server has received."""
@@ -396,6 +436,16 @@ class Pipeline:
         return any(one.needs_updates or one.sums_only or changes_sums(one) for one in self.transforms)
 
     @property
+    def exchanges(self) -> list[UploadTransform]:
+        """The transforms that exchange messages before or after the uploads."""
+        return [
+            one
+            for one in self.transforms
+            if type(one).before_upload is not UploadTransform.before_upload
+            or type(one).after_upload is not UploadTransform.after_upload
+        ]
+
+    @property
     def keeps_state(self) -> bool:
         """Whether clients keep state for a transform."""
         return any(one.keeps_state for one in self.transforms)
@@ -415,6 +465,14 @@ class Pipeline:
                         argument="reductions",
                         value=name,
                     )
+        if self.mask is not None and setting.senders:
+            raise InvalidValueError(
+                f"Expected no method whose clients send messages beside `{type(self.mask).__name__}`, which sees sums "
+                f"only, but got {', '.join(setting.senders)}.",
+                hint=f"Remove the method, or `{type(self.mask).__name__}`.",
+                argument="callbacks",
+                value=list(setting.senders),
+            )
         for transform in self.transforms:
             transform.setup(setting)
 

@@ -42,6 +42,7 @@ class Client:
         missed: Whether the server has not heard of the round, known then, too.
         result: In `Method.end_experience` of a method that accumulates samples, the result of the experience's earlier
             rounds that ``data`` adds to; {} if ``data`` has all samples of the experience so far.
+        reply: What the server has sent for `Method.on_download` at the start of the round, see `Method.reply`.
         may_end: Whether the client's experience may end with the round.
 
     Example:
@@ -68,6 +69,7 @@ class Client:
         self.batch: Any = None
         self.local_epoch, self.steps, self.missed = 0, 0, False
         self.result: Memory = {}
+        self.reply: State = {}
         self.may_end = True
         self._part, self._module, self._section, self._generator = part, module, section, generator
         self._history: SampleHistory | None = None

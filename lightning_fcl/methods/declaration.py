@@ -250,6 +250,25 @@ class Declaration:
         """
         return {}
 
+    def message(self, client: Client, own: State) -> State:
+        """Return what a client sends to the server at the end of a round beside the entries of `server_state`.
+
+        Messages are not aggregated: ``on_round_end`` finds those of the round's accepted uploads in
+        ``federation.server.messages[self.section]``, by client.
+
+        Args:
+            client: The client. ``client.may_end`` tells whether its experience may end with the round.
+            own: The client's state after local training.
+        """
+        return {}
+
+    def reply(self, client: Client) -> State:
+        """Return what the server sends a client at the start of a round beside the download of the state.
+
+        `on_download` finds it in ``client.reply``.
+        """
+        return {}
+
     def server_turn(self, server: Server) -> State:
         """What the server's model becomes, by name, when the uploads of a round have come together; {} for no change.
 

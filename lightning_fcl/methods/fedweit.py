@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.attached import need_stream, stream_of
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import InvalidValueError, argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import federation_of, ranks_of
-from lightning_fcl.federation.ranks import share_by_client
-from lightning_fcl.federation.wire import RoundRecord
+from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.method import Method
@@ -95,9 +93,8 @@ class FedWEIT(Method):
                 value=self.sparsity,
             )
         self.mask_l1 = self.l1 if self.mask_l1 is None else self.mask_l1
-        self.knowledge: dict[str, Memory] = {}  # the server's: each client's latest adaptive, packed
-        self._arriving: dict[str, Memory] = {}  # in this round
-        self._ending: dict[str, Memory] = {}  # each client's latest of the task that it is in
+        self.knowledge: dict[str, Tensor] = {}  # the server's: each client's latest adaptive, packed
+        self._ending: dict[str, Tensor] = {}  # each client's latest of the task that it is in
         self._gates: list[Tensor] = []
 
     def _place(self, memory: Memory) -> int:
@@ -119,14 +116,16 @@ class FedWEIT(Method):
                 continue
             mask, adaptive = (client.server[f"model.tasks.{i * self.per_task}.{name}"] for name in ("mask", "adaptive"))
             new[f"target.{i}"] = memory["base"].to(adaptive) * model.gate(mask) + adaptive
-        others = [other for other in sorted(self.knowledge) if other != part.client]
+        return new | client.reply
+
+    def reply(self, client: Client) -> State:
+        """Return the packed adaptives of other clients for the knowledge base of a client that begins a task."""
+        if not client.active or not client.enters_experience:
+            return {}
+        others = [other for other in sorted(self.knowledge) if other != client.part.client]
         if self.kb_size is not None:
             others = [others[i] for i in sorted(torch.randperm(len(others))[: self.kb_size].tolist())]
-        for j, other in enumerate(others):
-            packed = self.knowledge[other]
-            new |= {f"kb.{j}.{name}": value for name, value in packed.items()}
-            _record(client).download(part.client, _wire_bytes(packed, model.size))
-        return new
+        return {f"kb.{j}": self.knowledge[other] for j, other in enumerate(others)}
 
     def begin(self, client: Client) -> None:
         memory = client.memory
@@ -134,8 +133,9 @@ class FedWEIT(Method):
             return
         model: Any = decomposed_of(client.module)
         place = self._place(memory)
-        sources = sum(1 for name in memory if name.startswith("kb.")) // 2
-        model.receive([unpack(memory[f"kb.{j}.values"], memory[f"kb.{j}.bits"], model.size) for j in range(sources)])
+        sources = sum(1 for name in memory if name.startswith("kb."))
+        like = next(model.net.parameters()).detach().new_zeros(model.size)
+        model.receive([unpack_nonzero(memory[f"kb.{j}"], like) for j in range(sources)])
         if model.begun <= place or (not self.per_task and "base" not in memory):  # in the first round of a task
             (model.begin if model.begun <= place else model.go_on)(memory["classes"], sources)
             model.settle()
@@ -176,24 +176,23 @@ class FedWEIT(Method):
         memory = client.memory
         if not client.active:
             return memory
-        self._publish(client, own)
         names = decomposed_of(client.module).names
         return {**memory, "base": torch.cat([own[f"model.net.{name}"].flatten() for name in names])}
 
-    def _publish(self, client: Client, own: State) -> None:
-        part, model = client.part, decomposed_of(client.module)
-        if client.may_end and not client.missed:
-            adaptive = own[f"model.tasks.{self._place(client.memory)}.adaptive"].detach()
-            packed = self._arriving[part.client] = pack(prune(adaptive, model.threshold))
-            _record(client).upload(part.client, _wire_bytes(packed, model.size))
+    def message(self, client: Client, own: State) -> State:
+        """Return the client's adaptive if its task may end with the round."""
+        if not client.may_end:
+            return {}
+        adaptive = own[f"model.tasks.{self._place(client.memory)}.adaptive"].detach()
+        return {"adaptive": prune(adaptive, decomposed_of(client.module).threshold)}
 
     # The server.
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._ending |= share_by_client(ranks_of(trainer), self._arriving, need_stream(trainer).plan.clients)
-        self._arriving = {}
         federation = federation_of(trainer)
         assert federation is not None  # as it needs one
+        arrived = federation.server.messages.get(self.section, {})
+        self._ending |= {client: pack_nonzero(sent["adaptive"]) for client, sent in arrived.items() if sent}
         for part in federation.ending_clients(federation.round.number):
             if part.client in self._ending:
                 self.knowledge[part.client] = self._ending.pop(part.client)
@@ -205,7 +204,6 @@ class FedWEIT(Method):
         self.knowledge, self._ending = dict(state_dict["knowledge"]), dict(state_dict["ending"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._arriving = {}
         if trainer.current_epoch == 0:
             self.knowledge, self._ending = {}, {}
 
@@ -258,11 +256,6 @@ class FedWEIT(Method):
         self._gates = []
 
 
-def _record(client: Client) -> RoundRecord:
-    assert client.federation is not None  # as it needs one
-    return client.federation.server.record
-
-
 def decomposed_of(module: L.LightningModule) -> Decomposed:
     """The decomposed network that a module trains."""
     model = module.model if isinstance(module, Classifier) else None
@@ -281,20 +274,3 @@ def kept_units(mask: Tensor, sparsity: float) -> Tensor:
     kept = torch.ones_like(mask, dtype=torch.bool)
     kept[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False
     return kept
-
-
-def pack(value: Tensor) -> Memory:
-    """A sparse vector as it travels: its numbers that are not zero, and a bit for every number."""
-    kept = value != 0
-    return {"values": value[kept].clone(), "bits": torch.from_numpy(np.packbits(kept.cpu().numpy()))}
-
-
-def unpack(values: Tensor, bits: Tensor, size: int) -> Tensor:
-    """What `pack` has packed, shape (size,)."""
-    kept = torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=size).astype(bool)).to(values.device)
-    return values.new_zeros(size).masked_scatter_(kept, values)
-
-
-def _wire_bytes(packed: Memory, size: int) -> int:
-    values = packed["values"]
-    return min(size * values.element_size(), values.nbytes + -(-size // 8))

@@ -31,6 +31,7 @@ from lightning_fcl.federation.client_store import (
 )
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import Extra, FederatedServer
+from lightning_fcl.federation.uploads import Messages
 from lightning_fcl.methods.client import Client, Server
 from lightning_fcl.methods.declaration import Declaration, client_of, overrides, remembers, tracks_rounds
 from lightning_fcl.methods.experience import (
@@ -128,6 +129,8 @@ class MethodRound:
         for method in self.methods:
             client = client_of(method, self.module, entered.get(method.section, {}), received, part)
             self._set_history(method, client, entered)
+            if overrides(method, "reply"):
+                client.reply = self.server.send(part.client, method.reply(client))
             memories.append(_moved(receive(method, client), device))
         return memories
 
@@ -172,6 +175,21 @@ class MethodRound:
             if given:
                 sent = {**sent, **{f"{method.section}.{n}": v.to(self.module.device) for n, v in given.items()}}
         return sent
+
+    def messages(self, clients: Sequence[LocalRound]) -> Messages:
+        """Return what clients send to methods beside the entries, by section of the method."""
+        sent: dict[str, list[State]] = {}
+        for number, method in enumerate(self.methods):
+            if overrides(method, "message"):
+                sent[method.section] = [self._message(method, client, client.memories[number]) for client in clients]
+        return sent
+
+    def _message(self, method: Declaration, client: LocalRound, memory: Memory) -> State:
+        if not method.applies_to(client.part):
+            return {}
+        seen = self.ended(method, client, memory)
+        seen.may_end = not self._returns(client.part, method.accumulates)
+        return method.message(seen, client.state)
 
     @cached_property
     def _nothing(self) -> State:

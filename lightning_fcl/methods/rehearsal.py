@@ -290,7 +290,7 @@ class FedCBDR(Method):
         memories = {client: server.store.memory(client, self.section) for client in hosted}
         having = {client for client, memory in memories.items() if section(memory, "new")}
         for client in sorted(set().union(*federation.strategy.ranks.share(having))):
-            server.record.download(client, gram.nbytes)
+            server.send(client, {"gram": gram})
         for part in (part for part in ended if part.client in having):
             memory = memories[part.client]
             new = section(memory, "new")

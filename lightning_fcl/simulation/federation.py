@@ -169,6 +169,7 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     announce_participation(federation)
     server.store.keep_pixels(stream.samples.pixels)
     server.seed = federation.seed
+    server.senders = [method.section for method in overriding(federation.methods, "message")]
     server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
     federation.trainer, federation.why_one_at_a_time = choose_trainer(federation, step)
     choose_min_batch_size(federation, optimizers)

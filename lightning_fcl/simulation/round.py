@@ -19,6 +19,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, LooksAtClients, SolvesAtServer
+from lightning_fcl.federation.uploads import Messages
 from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
@@ -53,6 +54,7 @@ class Round:
     def __init__(self, federation: Federation, looks_ahead: bool = True) -> None:
         self.federation = federation
         self.number = current_round(federation.module.trainer)
+        self.sampled: list[str] = []  # the clients that train in the round, also in other processes
         self.skipped: list[str] = []  # sampled clients without data, or with too few samples to train on
         self.cohort: Cohort | None = None  # the clients that train now, or have done so last
         self.done, self.settled = False, True
@@ -159,6 +161,7 @@ class Round:
         if number >= (federation.module.trainer.max_epochs or 0):  # of a finished fit that is continued
             return []
         names, self.skipped = federation.participation.draw(plan, number)
+        self.sampled = [*names]
         samples = {client: len(plan.train[number][client]) for client in names}
         size = federation.trainer.clients_at_once
         if size > 1:  # like lengths together, so that little is padded and few wait for others
@@ -190,7 +193,14 @@ class Round:
         if federation.stream.samples.draws:
             requests = (request for cohort in [*self.cohorts] if cohort is not None for request in cohort.requests())
             self._read = federation.stream.read(requests)
+        self.exchange(self.sampled)
         self.done = self.settled = False
+
+    def exchange(self, clients: Sequence[str], after: bool = False) -> None:
+        """Let the transforms of uploads exchange messages with clients, before or after the uploads."""
+        server, placement = self.federation.server, self.placement
+        if server.pipeline.exchanges:
+            server.exchange(clients, placement.ranks, placement.hosts, after)
 
     def train_clients(self, cohort: Cohort | None) -> Generator[Any, None, None]:
         """Train a group of clients: they download, train on their batches, and upload.
@@ -220,6 +230,7 @@ class Round:
         federation.strategy.counters.step_together(self.placement.ranks, self.steps_before)
         record_time(federation, self.number)
         check_usable(federation, self.number)
+        self.exchange(server.record.trained, after=True)
         received = server.state
         load_entries(federation.module, server.finish_round())
         if isinstance(federation.module, SolvesAtServer):
@@ -279,14 +290,15 @@ class Round:
         federation.epoch_states.enter(self.placement.order.get(clients.clients[0], 0))
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
-    def send(self, clients: ClientRounds, states: State) -> list[bool]:
+    def send(self, clients: ClientRounds, states: State, messages: Messages) -> list[bool]:
         """Send the uploads of clients to the server. Return whether the server has accepted each one.
 
         Args:
             clients: The clients.
             states: Their uploads, every tensor of shape (clients, ...).
+            messages: What each client sends to methods beside these, by section of the method.
         """
-        return self.federation.server.upload(clients, states)
+        return self.federation.server.upload(clients, states, messages)
 
     def upload(self, cohort: Cohort) -> None:
         """Send the clients' uploads, and keep what stays with the clients."""
@@ -300,7 +312,8 @@ class Round:
             sent = stack([self.method_round.upload(client) for client in ended])
         if federation.methods:
             sent = {**sent, **stack([self.method_round.contribute(client) for client in ended])}
-        arrived = _in_reach(self.send, federation.server.record, clients, sent, missed)
+        messages = self.method_round.messages(ended)
+        arrived = _in_reach(self.send, federation.server.record, clients, sent, messages, missed)
         _name_diverged(federation.server.record, clients, trained, arrived)
         personal = federation.server.personal or participation.swarm is not None
         keeping = bool(federation.methods) or federation.strategy.keep_optimizer or personal
@@ -336,21 +349,24 @@ def methods_first(federation: Federation) -> list[Callback]:
 
 
 def _in_reach(
-    send: Callable[[ClientRounds, State], list[bool]],
+    send: Callable[[ClientRounds, State, Messages], list[bool]],
     record: RoundRecord,
     clients: ClientRounds,
     states: State,
+    messages: Messages,
     missed: Sequence[bool],
 ) -> list[bool]:
     """Send the states of those in reach; whether each client's state is one to go on with."""
     if not any(missed):
-        return send(clients, states)
+        return send(clients, states, messages)
     record.missed += itertools.compress(clients.clients, missed)
     fine = [True] * len(clients)
     rows = [row for row, out in enumerate(missed) if not out]
     if rows:
         sent = {name: value[rows] for name, value in states.items()}
-        for row, taken in zip(rows, send(ClientRounds.of([clients[row] for row in rows]), sent), strict=True):
+        beside = {section: [each[row] for row in rows] for section, each in messages.items()}
+        reached = ClientRounds.of([clients[row] for row in rows])
+        for row, taken in zip(rows, send(reached, sent, beside), strict=True):
             fine[row] = taken
     return fine
 

@@ -1,0 +1,449 @@
+"""Uploads: all that leaves a client passes through the transforms, in a simulation and on nodes."""
+
+import hashlib
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from raising import raises
+from simulation.test_ranks import METHODS
+from torch import nn
+
+from lightning_fcl import FedBuff, FederatedStrategy, Speeds
+from lightning_fcl.callbacks import SCAFFOLD, ContinualMetrics, FedWEIT, Replay
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.aggregation import BUILT_IN
+from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.packing import pack_integers, pack_nonzero, unpack_integers, unpack_nonzero
+from lightning_fcl.federation.reductions import Mean
+from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.uploads import Stage, UploadTransform
+from lightning_fcl.federation.wire import Quantize, TopK
+from lightning_fcl.methods.glfc import Rows
+from lightning_fcl.methods.prototypes import SumOfSome
+from lightning_fcl.tasks.ridge_statistics import GatheredRows
+
+
+class Probe(UploadTransform):
+    """Records the bytes of all tensors that leave each client."""
+
+    stage = Stage.COUNT
+
+    def __init__(self):
+        self.rounds = {}
+
+    def encode(self, uploads):
+        counts = self.rounds.setdefault(uploads.clients.round, {})
+        for row, client in enumerate(uploads.clients.clients):
+            counts[client] = sum(value.nbytes for value in uploads.sent(row).values())
+
+
+class Clip(UploadTransform):
+    """Scales each client's upload to a joint norm of at most a bound."""
+
+    stage = Stage.CLIP
+    needs_updates = True
+
+    def __init__(self, bound):
+        self.bound = bound
+
+    def encode(self, uploads):
+        norms = uploads.norms()
+        uploads.scale((self.bound / norms.clamp(min=1e-300)).clamp(max=1.0) * (1 - 1e-6))
+
+
+class Norms(UploadTransform):
+    """Records the joint norm of each upload, as the server decodes it."""
+
+    stage = Stage.COUNT
+    needs_updates = True
+
+    def __init__(self):
+        self.norms, self.names = [], set()
+
+    def encode(self, uploads):
+        self.norms += uploads.norms().tolist()
+        self.names |= {*uploads.names, *uploads.messages}
+
+
+class Updates(UploadTransform):
+    """Lets clients send updates, and changes nothing."""
+
+    stage = Stage.CLIP
+    needs_updates = True
+
+
+class AddsToSums(UploadTransform):
+    """Adds a number to each element of the sum of a round, for a fixed number of clients."""
+
+    stage = Stage.NOISE
+
+    def __init__(self, number, clients):
+        self.number, self.clients, self.rounds = number, clients, []
+
+    def on_sum(self, sums):
+        self.rounds.append((sums.round, [*sums.clients]))
+        for name, value in sums.values.items():
+            sums.values[name] = value + self.number
+            sums.denominators[name] = self.clients
+
+
+class Masks(UploadTransform):
+    """Adds masks that cancel to integers: a secure sum with keys that clients exchange by way of the server."""
+
+    stage = Stage.MASK
+    sums_only = True
+
+    def __init__(self, scale=2.0**40):
+        self.scale = scale
+        self.seen = []  # what the server has received
+
+    def before_upload(self, exchange):
+        keys = exchange.ask({client: {} for client in exchange.clients})
+        everybody = torch.stack([keys[client]["key"] for client in sorted(keys)])
+        exchange.ask({client: {"keys": everybody} for client in exchange.clients})
+
+    def answer(self, client, question, memory):
+        if "keys" in question:
+            memory["keys"] = question["keys"]
+            return {}
+        memory["own"] = torch.tensor(hash_of(client))
+        return {"key": memory["own"]}
+
+    def encode(self, uploads):
+        for name, value in uploads.tensors().items():
+            reduction = uploads.reductions[name]
+            weights = torch.tensor(uploads.weights if reduction.weighted else [1.0] * len(uploads), dtype=torch.float64)
+            rows = value.double() * weights.view(-1, *[1] * (value.dim() - 1)) * self.scale
+            uploads.values[name] = rows.round().long()
+            for row, memory in enumerate(uploads.exchanged):
+                for key in memory["keys"].tolist():
+                    own = int(memory["own"])
+                    if key != own:
+                        low, high = sorted((key, own))
+                        draws = torch.Generator().manual_seed(hash_of(f"{low} {high} {name} {uploads.clients.round}"))
+                        mask = torch.randint(-(2**62), 2**62, value.shape[1:], generator=draws)
+                        uploads.values[name][row] += mask if own == low else -mask
+
+    def accumulator(self):
+        return IntegerSums(self.seen)
+
+    def on_sum(self, sums):
+        sums.values.update({name: value.double() / self.scale for name, value in sums.values.items()})
+
+
+class IntegerSums:
+    def __init__(self, seen):
+        self.sums, self.seen = {}, seen
+
+    def add(self, values, weights):
+        self.seen.append(values)
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0) + value.sum(dim=0)
+
+    def result(self, server):
+        return self.sums
+
+
+def hash_of(text):
+    return int.from_bytes(hashlib.sha256(str(text).encode()).digest()[:5], "little")
+
+
+def run(fit, make_stream, make_task, callbacks=(), **options):
+    task, metrics = make_task(), ContinualMetrics()
+    trainer = fit(task, make_stream(clients=4, rounds_per_experience=2), [*callbacks, metrics], seed=0, **options)
+    return task.state_dict(), metrics.record["rounds"], trainer
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", METHODS)
+def test_a_transform_sees_every_byte_that_a_client_sends(fit, make_stream, make_task, name):
+    callbacks, options = METHODS[name]()
+    if "swarm" in options:
+        options = {}  # a client that has missed a synchronization has no update
+    probe = Probe()
+    _, rounds, _ = run(fit, make_stream, make_task, callbacks, upload_transforms=[probe], **options)
+    assert len(rounds) == len(probe.rounds) == 4
+    for number, entry in enumerate(rounds):
+        assert entry["upload_bytes"] == probe.rounds[number]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", METHODS)
+def test_a_transform_that_changes_nothing_changes_no_bit(fit, make_stream, make_task, name):
+    results = []
+    for transforms in ([], [Probe()]):
+        callbacks, options = METHODS[name]()
+        options = {} if "swarm" in options else options
+        results.append(run(fit, make_stream, make_task, callbacks, upload_transforms=transforms, **options)[0])
+    assert all(torch.equal(value, results[1][entry]) for entry, value in results[0].items())
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("cohort_size", [1, 4])
+@pytest.mark.parametrize("compression", [None, TopK(0.3), Quantize(4), TopK(0.3, bits=4)])
+def test_a_clip_bounds_the_joint_norm_of_all_of_an_upload(fit, make_stream, make_task, compression, cohort_size):
+    norms, options = Norms(), {"client_weights": "uniform", "compression": compression, "cohort_size": cohort_size}
+    run(fit, make_stream, make_task, [SCAFFOLD()], upload_transforms=[Clip(1e-6), norms], **options)
+    assert len(norms.norms) == 16 and max(norms.norms) <= 1e-6 and max(norms.norms) > 0.99e-6
+    assert any(name.startswith("SCAFFOLD.") for name in norms.names)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", ["averages", "variates", "prototypes at the server", "medians", "sums at the server"])
+def test_updates_end_near_states(fit, make_stream, make_task, name):
+    results = []
+    for transforms in ([], [Updates()]):
+        callbacks, options = METHODS[name]()
+        results.append(run(fit, make_stream, make_task, callbacks, upload_transforms=transforms, **options)[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.seconds
+def test_stale_updates_end_near_stale_states(fit, make_stream, make_task):
+    results = []
+    for transforms in ([], [Updates()]):
+        schedule = FedBuff(Speeds(0.01, spread=1.0), buffer_size=2)
+        results.append(run(fit, make_stream, make_task, schedule=schedule, upload_transforms=transforms)[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_stale_client_encodes_what_it_has_changed(fit, make_stream, make_task):
+    schedule = FedBuff(Speeds(0.01, spread=1.0), buffer_size=2)
+    state, rounds, _ = run(fit, make_stream, make_task, schedule=schedule, compression=TopK(0.3))
+    assert any(entry["staleness"] for entry in rounds) and all(torch.isfinite(v).all() for v in state.values())
+    plain = run(fit, make_stream, make_task, schedule=FedBuff(Speeds(0.01, spread=1.0), buffer_size=2))[1]
+    for less, more in zip(rounds, plain, strict=True):
+        assert max(less["upload_bytes"].values()) < min(more["upload_bytes"].values())
+
+
+def server_of(transforms, extra=None):
+    torch.manual_seed(0)
+    server = FederatedServer(ClientStore(), "uniform", transforms=transforms)
+    module = nn.Linear(3, 2)
+    server.begin(module, extra=extra)
+    return server, module
+
+
+def uploads_of(server, clients):
+    return {name: value + torch.randn(clients, *value.shape) for name, value in server.state.items()}
+
+
+def client_rounds(clients, number=0):
+    return [ClientRound(client, number, samples=1) for client in clients]
+
+
+def test_sums_are_changed_before_the_division_by_their_denominators():
+    adds = AddsToSums(0.5, clients=10.0)
+    server, _ = server_of([adds])
+    states = uploads_of(server, 3)
+    server.upload(client_rounds("abc"), states)
+    before, after = server.state, server.finish_round()
+    for name, value in before.items():
+        expected = value + ((states[name] - value).double().sum(dim=0) + 0.5) / 10
+        torch.testing.assert_close(after[name], expected.float())
+    assert adds.rounds == [(0, ["a", "b", "c"])]
+
+
+def test_sums_of_a_round_without_clients_are_changed():
+    adds = AddsToSums(0.5, clients=10.0)
+    server, module = server_of([adds])
+    before, after = server.state, server.finish_round()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value + 0.05)
+    server.begin_round(module, round=1)
+    server.finish_round()
+    assert adds.rounds == [(0, []), (1, [])]
+
+
+@pytest.mark.parametrize("groups", [[[0, 1, 2]], [[2], [0, 1]]])
+def test_masks_cancel_in_the_sum_and_hide_each_upload(groups):
+    masks = Masks()
+    server, _ = server_of([masks], {"M.count": (torch.zeros(2), "sum")})
+    plain, _ = server_of([], {"M.count": (torch.zeros(2), "sum")})
+    server.exchange([*"abc"], ranks=Alone(), hosts=lambda client: True)
+    states = uploads_of(server, 3)
+    for rows in groups:
+        part = {name: value[rows] for name, value in states.items()}
+        server.upload(client_rounds(["abc"[row] for row in rows]), part)
+        plain.upload(client_rounds(["abc"[row] for row in rows]), part)
+    torch.testing.assert_close(server.finish_round(), plain.finish_round(), rtol=0, atol=1e-6)
+    for values in masks.seen:
+        assert all(value.dtype == torch.int64 for value in values.values())
+        assert float(values["weight"].double().abs().min()) > 2.0**40  # an update alone would be below that
+    assert server.record.upload_bytes["a"] == 8 + 8 * (6 + 2 + 2) and server.record.download_bytes["a"] == 3 * 8
+
+
+class Alone:
+    rank, number = 0, 1
+
+    def share(self, value):
+        return [value]
+
+
+@pytest.mark.seconds
+def test_a_secure_sum_trains_a_federation_as_plain_sums_do(fit, make_stream, make_task):
+    results = [
+        run(fit, make_stream, make_task, [Replay(10)], upload_transforms=transforms, participation=3)[0]
+        for transforms in ([], [Masks()])
+    ]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+class Counts(UploadTransform):
+    """Counts the rounds at the server, and the uploads at each client."""
+
+    stage = Stage.COUNT
+    keeps_state = True
+
+    def __init__(self):
+        self._rounds = self._before = 0
+
+    def setup(self, setting):
+        self._before = self._rounds
+
+    def encode(self, uploads):
+        before = [kept.get("counts", {"n": torch.tensor(0)}) for kept in uploads.kept]
+        uploads.memories["counts"] = [{"n": memory["n"] + 1} for memory in before]
+
+    def on_aggregate(self, before, aggregate):
+        self._rounds += 1
+
+    def undo_round(self):
+        self._rounds = self._before
+
+    def state_dict(self):
+        return {"rounds": self._rounds}
+
+    def load_state_dict(self, state):
+        self._rounds = state["rounds"]
+
+
+def test_client_state_of_a_transform_changes_when_the_upload_is_accepted():
+    server, _ = server_of([Counts()])
+    states = uploads_of(server, 2)
+    states["weight"][1, 0, 0] = torch.nan
+    assert server.upload(client_rounds("ab"), states) == [True, False]
+    server.keep("a", {name: value[0] for name, value in states.items()}, {})
+    assert int(server.store["a"]["counts"]["n"]) == 1 and "counts" not in server.store["b"]
+
+
+@pytest.mark.seconds
+def test_the_state_of_a_transform_is_in_checkpoints_and_resumes(fit, make_stream, make_task, tmp_path):
+    whole = Counts()
+    run(fit, make_stream, make_task, upload_transforms=[whole])
+    options = {"trainer_args": {"enable_checkpointing": True}, "max_epochs": 2}
+    run(fit, make_stream, make_task, [ModelCheckpoint(tmp_path, "last")], upload_transforms=[Counts()], **options)
+    resumed = Counts()
+    path = tmp_path / "last.ckpt"
+    _, _, trainer = run(fit, make_stream, make_task, upload_transforms=[resumed], ckpt_path=path)
+    assert resumed.state_dict() == whole.state_dict() == {"rounds": 4}
+    store = trainer.strategy.server.store
+    assert {client: int(store[client]["counts"]["n"]) for client in "0123"} == dict.fromkeys("0123", 4)
+    with raises(InvalidValueError, "upload_transforms", code="other-recipe"):
+        run(fit, make_stream, make_task, ckpt_path=path)
+
+
+@pytest.mark.seconds
+def test_an_interrupted_round_restores_the_state_of_a_transform(fit, make_stream, make_task):
+    counts = Counts()
+
+    class Fails(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            assert trainer.current_epoch < 1
+
+        def on_client_end(self, trainer, pl_module, client_round):
+            if client_round.round == 1:
+                raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        run(fit, make_stream, make_task, [Fails()], upload_transforms=[counts])
+    assert counts.state_dict() == {"rounds": 1}
+
+
+# Packing, and reading what was sent.
+
+REDUCTIONS = [
+    *(BUILT_IN[name] for name in ("mean", "sum", "sparse_mean", "median")),
+    Rows(),
+    SumOfSome(),
+    GatheredRows(4),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+@pytest.mark.parametrize("shape", [(40, 7), (1, 1), (3, 0)])
+def test_what_is_packed_is_unpacked(shape, share, dtype):
+    value = (torch.rand(shape) < share) * torch.randn(shape).mul(3).to(dtype)
+    value = value.to(dtype)
+    for reduction in REDUCTIONS:
+        packed = reduction.pack(value)
+        found = reduction.unpack(packed, torch.empty_like(value))
+        if isinstance(reduction, Rows):  # without the rows of zeros, which come last
+            assert torch.equal(found[: len(packed)], packed) and not found[len(packed) :].any()
+        else:
+            assert torch.equal(found, value)
+        assert found.dtype == dtype and found.shape == value.shape
+        assert packed.nbytes == reduction.wire_bytes(value) <= value.nbytes
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t[:-1], lambda t: torch.cat([t, t[:1]]), lambda t: t ^ 255, lambda t: t[:3]]
+)
+def test_damaged_packed_values_are_rejected(change):
+    value = torch.zeros(61)
+    value[::7] = 1.5
+    with pytest.raises(InvalidValueError, match=r"Expected the nonzero elements of a tensor of torch\.float32"):
+        unpack_nonzero(change(pack_nonzero(value)), value)
+
+
+@pytest.mark.parametrize("bits", range(2, 17))
+def test_packed_integers_take_their_bits(bits):
+    values = torch.from_numpy(np.random.default_rng(bits).integers(0, 2**bits, (3, 37)).astype(np.int32))
+    packed = pack_integers(values, bits)
+    assert packed.shape == (3, -(-37 * bits // 8)) and torch.equal(unpack_integers(packed, 37, bits), values)
+
+
+@pytest.mark.parametrize("transforms", [[], [TopK(0.3)], [Quantize(3)], [Updates()], [TopK(0.2, bits=5), Clip(0.1)]])
+def test_the_server_decodes_what_a_client_sent_as_in_a_simulation(transforms):
+    extra = {"M.rows": (torch.zeros(4, 2), Rows()), "M.some": (torch.zeros(5), SumOfSome())}
+    simulated, _ = server_of(transforms, extra)
+    states = uploads_of(simulated, 1)
+    states["M.some"] = torch.zeros(1, 5)
+    parts = ClientRounds.of(client_rounds("a"))
+    client, server = (server_of(transforms, extra)[0] for _ in range(2))
+    sent, _, _ = client.encode(parts, states)
+    tensors = sent.sent(0)
+    arrived = server.received(parts, tensors)
+    server.decode(arrived)
+    assert server.accept(arrived) == [True] == simulated.upload(parts, states)
+    assert simulated.record.upload_bytes == {"a": sum(value.nbytes for value in tensors.values())}
+    first, second = simulated.finish_round(), server.finish_round()
+    assert first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+    with raises(InvalidValueError, "more"):
+        client.received(parts, {**tensors, "more": torch.zeros(1)})
+    with pytest.raises(InvalidValueError, match=r"Expected `bias.*` in an upload but it is missing"):
+        client.received(parts, {name: value for name, value in tensors.items() if not name.startswith("bias")})
+
+
+def test_messages_of_methods_exclude_a_mask():
+    server, module = server_of([Masks()])
+    server.senders = ["FedWEIT"]
+    with raises(InvalidValueError, "callbacks"):
+        server.begin_round(module)
+    assert FedWEIT.message is not Replay.message
+
+
+def test_order_and_contradictions_are_rejected_when_a_strategy_is_made():
+    FederatedStrategy(compression=TopK(0.1), upload_transforms=[Clip(1.0), AddsToSums(1.0, 1), Probe(), Probe()])
+    with raises(InvalidValueError, "upload_transforms"):
+        FederatedStrategy(upload_transforms=[Probe(), Clip(1.0)])
+    with raises(InvalidValueError, "upload_transforms"):
+        FederatedStrategy(upload_transforms=[Clip(1.0), Clip(2.0)])
+    with raises(InvalidValueError, "compression"):
+        FederatedStrategy(compression=TopK(0.1), upload_transforms=[Masks()])
+    assert Mean().averages and not BUILT_IN["median"].averages
