@@ -3,6 +3,8 @@ from .federation.fedbuff import FedBuff as FedBuff
 from .federation.schedule import Deadline as Deadline
 from .federation.speeds import Speeds as Speeds
 from .federation.swarm import Swarm as Swarm
+from .federation.uploads import Stage as Stage
+from .federation.uploads import UploadTransform as UploadTransform
 from .federation.wire import Quantize as Quantize
 from .federation.wire import TopK as TopK
 from .local.local_steps import client_steps as client_steps

@@ -25,7 +25,9 @@ from lightning_fcl.errors import (
     MissingValueError,
     UnknownNameError,
 )
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.federation.uploads import Stage, UploadTransform
 from lightning_fcl.running.recipe import Recipe
 from lightning_fcl.running.rows import find_recipe, recipes_folder
 from lightning_fcl.zoo.registry import find
@@ -148,12 +150,34 @@ def share_pairs(lab, module):
 def train_method(lab, deployed):
     """Train a method that only a simulation can."""
     if deployed:
-        check_deployable(Participation(), [callbacks.FedCBDR()])
+        check_deployable(Participation(), Pipeline(), [callbacks.FedCBDR()])
     else:
         fit_words(lab, "--trainer.callbacks+ lightning_fcl.callbacks.FedCBDR")
 
 
+class Sums(UploadTransform):
+    """A transform with which the server sees sums only."""
+
+    stage = Stage.MASK
+    sums_only = True
+
+
+def mask_uploads(lab, deployed):
+    """Let a server see sums only, in a deployment or in a simulation."""
+    pipeline = Pipeline([Sums()])
+    if deployed:
+        check_deployable(Participation(), pipeline, [])
+    assert pipeline.mask is not None
+
+
 ROWS |= {
+    "a mask in a deployment": Row(
+        mask_uploads,
+        {"deployed": True},
+        {"deployed": False},
+        "Use `lightning-fcl fit` to simulate it.",
+        argument="upload_transforms",
+    ),
     "SuperLink without a port": Row(
         compare_clocks, {"at": "127.0.0.1"}, {"at": "there"}, "Give it as `host:port`", argument="superlink"
     ),

@@ -59,6 +59,7 @@ from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table as Results
 from lightning_fcl.evaluation.table import cells, read_table, write_table
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.io.atomic import occupied, write_whole
@@ -1449,13 +1450,13 @@ ROWS |= {
         argument="data",
     ),
     "swarm in a deployment": Row(
-        lambda lab, **words: check_deployable(Participation(**words), []),
+        lambda lab, **words: check_deployable(Participation(**words), Pipeline(), []),
         {"swarm": Swarm()},
         {"swarm": None},
         "Leave `swarm` out",
     ),
     "schedule in a deployment": Row(
-        lambda lab, **words: check_deployable(Participation(**words), []),
+        lambda lab, **words: check_deployable(Participation(**words), Pipeline(), []),
         {"schedule": Deadline(Speeds(0.01))},
         {"schedule": None},
         "Leave `schedule` out",

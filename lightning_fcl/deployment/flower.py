@@ -52,7 +52,7 @@ def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str
 
     parts = build(recipe)
     methods = [callback for callback in parts.callbacks if isinstance(callback, Declaration)]
-    check_deployable(parts.strategy.federation.participation, methods)
+    check_deployable(parts.strategy.federation.participation, parts.strategy.server.pipeline, methods)
     folder.mkdir(parents=True, exist_ok=True)
     project = read_text(Path(__file__).with_name("app.toml"))
     project = project.format(

@@ -39,6 +39,7 @@ from lightning_fcl.errors import (
 )
 from lightning_fcl.evaluation.results import LAST
 from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.wire import RoundRecord
@@ -314,8 +315,16 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_deployable(participation: Participation, methods: Sequence[Declaration]) -> None:
-    """Refuse what can only be simulated."""
+def check_deployable(participation: Participation, pipeline: Pipeline, methods: Sequence[Declaration]) -> None:
+    """Raise InvalidValueError for settings that can only be simulated."""
+    for transform in {*pipeline.exchanges, *([] if pipeline.mask is None else [pipeline.mask])}:
+        raise InvalidValueError(
+            f"Expected no `{type(transform).__name__}` in a deployment, whose nodes send one message in a round, which "
+            "the server decodes.",
+            hint="Use `lightning-fcl fit` to simulate it.",
+            argument="upload_transforms",
+            value=type(transform).__name__,
+        )
     for name, given, why in (
         ("swarm", participation.swarm, "where there is a server, and nodes are out of reach by themselves"),
         ("schedule", participation.schedule, "whose nodes have clocks of their own, and `round-seconds` ends a round"),
@@ -367,7 +376,7 @@ def serve(
             trainer = super().instantiate_trainer(**kwargs)
             strategy, callbacks = trainer.strategy, callbacks_of(trainer)
             assert isinstance(strategy, FederatedStrategy)
-            check_deployable(strategy.federation.participation, methods_of(trainer))
+            check_deployable(strategy.federation.participation, strategy.server.pipeline, methods_of(trainer))
             for callback in callbacks:
                 if isinstance(callback, ContinualMetrics):
                     # Clients' models, with what is their own, and their samples never come here.

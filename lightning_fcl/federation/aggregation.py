@@ -13,24 +13,13 @@ from torch import Tensor, nn
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.data.plain_tensors import plain_tensor
 from lightning_fcl.errors import InvalidValueError, did_you_mean, quoted
+from lightning_fcl.federation.accumulators import Accumulator, AddsCohorts, Combines, Reorders, State
 from lightning_fcl.federation.exact import CohortSums, ExactSums, round_to, weighted_sum
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.federation.reductions import (
-    Accumulator,
-    AddsCohorts,
-    Combines,
-    Download,
-    Fixed,
-    Mean,
-    Own,
-    Reduction,
-    Reorders,
-    SparseMean,
-    State,
-    Sum,
-)
+from lightning_fcl.federation.reductions import Download, Fixed, Mean, Own, Reduction, SparseMean, Sum
 from lightning_fcl.federation.robust import Krum, Median, TrimmedMean, check_still_finite
-from lightning_fcl.federation.uploads import Pipeline, Sums, UploadTransform
+from lightning_fcl.federation.uploads import Sums, UploadTransform
 
 __all__ = [
     "BUILT_IN",

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import ClientState
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, count_drawn, lots
 from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.federation.speeds import Speeds
-from lightning_fcl.federation.uploads import Pipeline, Uploads, difference
+from lightning_fcl.federation.uploads import Uploads, difference
 
 __all__ = ["FedBuff"]
 

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.annotations import is_nan, is_number
 from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.accumulators import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.reductions import State
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Makes an optimizer from parameters."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, quoted
+from lightning_fcl.federation.accumulators import Accumulator, Gather, State
 from lightning_fcl.federation.exact import CohortSums, ExactSum, round_to
-from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State
+from lightning_fcl.federation.reductions import Reduction
 
 Rows = Mapping[str, list[Tensor]]
 

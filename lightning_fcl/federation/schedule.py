@@ -26,11 +26,11 @@ from lightning_fcl.errors import (
     at_least,
     check_arguments,
 )
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.uploads import Pipeline
 from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.randomness import keyed
 

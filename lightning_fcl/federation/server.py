@@ -31,10 +31,11 @@ from lightning_fcl.federation.aggregation import (
 from lightning_fcl.federation.client_store import UNSENT, ClientState, ClientStore, Memory
 from lightning_fcl.federation.exact import CohortSums
 from lightning_fcl.federation.optimizers import OptimizerFactory, ServerOptimizer, make_optimizer, settings_of
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.robust import check_finite, check_moved, check_still_finite, find_faults
 from lightning_fcl.federation.sent_once import SentOnce
-from lightning_fcl.federation.uploads import Exchange, Messages, Pipeline, Setting, Uploads, UploadTransform, difference
+from lightning_fcl.federation.uploads import Exchange, Messages, Setting, Uploads, UploadTransform, difference
 from lightning_fcl.federation.wire import DIVERGED, RoundRecord
 
 log = logging.getLogger(__name__)

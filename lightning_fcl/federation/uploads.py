@@ -22,8 +22,8 @@ Values that are local to a client are not part of an upload.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.errors import InvalidValueError, quoted
+from lightning_fcl.federation.accumulators import Accumulator, State
 from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.federation.packing import pack_nonzero
-from lightning_fcl.federation.reductions import Accumulator, Reduction, State
+from lightning_fcl.federation.reductions import Reduction
 
 Messages = Mapping[str, Sequence[State]]
 """What each of several clients sends to methods beside the entries, by section of the method."""
@@ -376,196 +376,6 @@ class UpdateCodec(UploadTransform, ABC):
             sums.values[name] = self.decompress(parts, like)[0].view(like.shape)
 
 
-@dataclass
-class Pipeline:
-    """The transforms of a federation, in order.
-
-    Args:
-        transforms: The transforms.
-
-    Raises:
-        InvalidValueError: If the transforms are not in the order of `Stage`, or exclude each other.
-    """
-
-    transforms: Sequence[UploadTransform] = ()
-    setting: Setting = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.transforms = list(self.transforms)
-        stages = [transform.stage for transform in self.transforms]
-        if stages != sorted(stages):
-            raise InvalidValueError(
-                f"Expected `upload_transforms` in the order {', '.join(s.name.lower() for s in Stage)} but got "
-                f"{', '.join(s.name.lower() for s in stages)}.",
-                hint="Change the order of the list.",
-                argument="upload_transforms",
-                value=[type(transform).__name__ for transform in self.transforms],
-            )
-        for stage in (Stage.COMPRESSION, Stage.CLIP, Stage.MASK):
-            same = [type(transform).__name__ for transform in self.transforms if transform.stage is stage]
-            if len(same) > 1:
-                raise InvalidValueError(
-                    f"Expected at most one transform of the stage {stage.name.lower()} but got {', '.join(same)}.",
-                    hint="Remove all but one.",
-                    argument="upload_transforms",
-                    value=same,
-                )
-        codec, mask = self.codec, self.mask
-        if codec is not None and mask is not None and not codec.linear:
-            raise InvalidValueError(
-                f"Expected a linear `compression` beside `{type(mask).__name__}`, whose server adds encoded updates, "
-                f"but got `{type(codec).__name__}`.",
-                hint="Leave `compression` out.",
-                argument="compression",
-                value=type(codec).__name__,
-            )
-
-    @property
-    def codec(self) -> UpdateCodec | None:
-        """The transform that encodes updates, if there is one."""
-        return next((one for one in self.transforms if isinstance(one, UpdateCodec)), None)
-
-    @property
-    def mask(self) -> UploadTransform | None:
-        """The transform that lets the server see sums only, if there is one."""
-        return next((one for one in self.transforms if one.sums_only), None)
-
-    @property
-    def needs_updates(self) -> bool:
-        """Whether clients send updates in place of states."""
-        return any(one.needs_updates or one.sums_only or changes_sums(one) for one in self.transforms)
-
-    @property
-    def exchanges(self) -> list[UploadTransform]:
-        """The transforms that exchange messages before or after the uploads."""
-        return [
-            one
-            for one in self.transforms
-            if type(one).before_upload is not UploadTransform.before_upload
-            or type(one).after_upload is not UploadTransform.after_upload
-        ]
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether clients keep state for a transform."""
-        return any(one.keeps_state for one in self.transforms)
-
-    def setup(self, setting: Setting) -> None:
-        """Prepare for a round, see `UploadTransform.setup`."""
-        self.setting = setting
-        summing = [one for one in self.transforms if one.sums_only or changes_sums(one)]
-        if summing:
-            for name in setting.uploaded:
-                if not setting.reductions[name].additive:
-                    raise InvalidValueError(
-                        f"Expected a reduction that depends on a sum of uploads, such as `mean` or `sum`, for "
-                        f"`{name}` beside `{type(summing[0]).__name__}`, which sees sums only, but got "
-                        f"`{setting.reductions[name]}`.",
-                        hint=f"Use another reduction, or leave `{type(summing[0]).__name__}` out.",
-                        argument="reductions",
-                        value=name,
-                    )
-        if self.mask is not None and setting.senders:
-            raise InvalidValueError(
-                f"Expected no method whose clients send messages beside `{type(self.mask).__name__}`, which sees sums "
-                f"only, but got {', '.join(setting.senders)}.",
-                hint=f"Remove the method, or `{type(self.mask).__name__}`.",
-                argument="callbacks",
-                value=list(setting.senders),
-            )
-        for transform in self.transforms:
-            transform.setup(setting)
-
-    def encoded(self) -> Collection[str]:
-        """Return the names of the entries that are sent as a code."""
-        codec = self.codec
-        return [n for n in self.setting.uploaded if codec.codes(n, self.setting)] if codec is not None else ()
-
-    def received(
-        self, clients: ClientRounds, weight: float, tensors: Mapping[str, Tensor], optional: Collection[str]
-    ) -> Uploads:
-        """Return the upload of one client from the tensors that it has sent, see `Uploads.sent`.
-
-        Args:
-            clients: The client.
-            weight: Its weight.
-            tensors: The tensors, by name.
-            optional: Entries that a client leaves out if they equal the server's state.
-
-        Raises:
-            InvalidValueError: If a tensor is missing, is not expected, or has another dtype or shape.
-        """
-        setting, left = self.setting, dict(tensors)
-        origins = {name: setting.reductions[name].nothing(setting.state[name]) for name in setting.uploaded}
-        uploads = Uploads(clients, [weight], setting.reductions, {}, origins, self.needs_updates)
-        coded, codec = self.encoded(), self.codec
-        for name, origin in origins.items():
-            like = difference(origin, origin) if self.needs_updates else setting.state[name]
-            if codec is not None and name in coded:
-                forms = codec.forms(like)
-                sent = {
-                    part: _taken(left, f"{name}/{part}", form).to(like.device)[None] for part, form in forms.items()
-                }
-                uploads.codes[name] = Code(codec, sent, like)
-            elif name in optional and name not in left:
-                uploads.unchanged[0].add(name)
-                uploads.values[name] = like[None]
-            else:
-                reduction = setting.reductions[name]
-                packed = _taken(left, name, (like.dtype, tuple(like.shape)) if reduction.by_shape else None)
-                try:
-                    uploads.values[name] = reduction.unpack(packed.to(like.device), like)[None]
-                except InvalidValueError as error:
-                    raise InvalidValueError(
-                        f"Expected `{name}` to be what `{reduction}` packs. {error}", argument=name
-                    ) from error
-        if left:
-            raise InvalidValueError(f"Expected no {quoted(left)} in an upload.", argument=next(iter(left)))
-        return uploads
-
-    def encode(self, uploads: Uploads) -> None:
-        """Apply all transforms on the client."""
-        for transform in self.transforms:
-            transform.encode(uploads)
-
-    def decode(self, uploads: Uploads) -> None:
-        """Decode uploads on the server. The result has no codes."""
-        for transform in reversed(self.transforms):
-            transform.decode(uploads)
-
-    @property
-    def changes_sums(self) -> bool:
-        """Whether a transform changes the sums of a round, also those of a round without clients."""
-        return any(map(changes_sums, self.transforms))
-
-    def on_sum(self, sums: Sums) -> None:
-        """Apply all transforms to the sums of a round."""
-        for transform in reversed(self.transforms):
-            transform.on_sum(sums)
-            if transform is self.mask and self.codec is not None:
-                self.codec.decode_sums(sums, self.setting)
-
-    def on_aggregate(self, before: State, aggregate: State) -> None:
-        """Apply all transforms to the new server state."""
-        for transform in self.transforms:
-            transform.on_aggregate(before, aggregate)
-
-    def end_round(self) -> None:
-        """Save the state of all transforms."""
-        for transform in self.transforms:
-            transform.end_round()
-
-    def undo_round(self) -> None:
-        """Restore the state of all transforms from before the round."""
-        for transform in self.transforms:
-            transform.undo_round()
-
-
-def changes_sums(transform: UploadTransform) -> bool:
-    """Return whether a transform overrides `UploadTransform.on_sum`."""
-    return type(transform).on_sum is not UploadTransform.on_sum
-
-
 def difference(values: Tensor, origin: Tensor) -> Tensor:
     """Return values minus an origin, and 0 where the origin is not finite. Truth values become integers."""
     if values.dtype == torch.bool:
@@ -575,20 +385,6 @@ def difference(values: Tensor, origin: Tensor) -> Tensor:
         return found
     finite = torch.isfinite(origin)
     return found if bool(finite.all()) else found.where(finite, 0)
-
-
-def _taken(tensors: dict[str, Tensor], name: str, form: tuple[torch.dtype, tuple[int, ...]] | None = None) -> Tensor:
-    """Remove a tensor from others and return it, if it has the dtype and shape of a form."""
-    if name not in tensors:
-        raise InvalidValueError(f"Expected `{name}` in an upload but it is missing.", argument=name)
-    tensor = tensors.pop(name)
-    if form is not None and (tensor.dtype, tuple(tensor.shape)) != form:
-        raise InvalidValueError(
-            f"Expected `{name}` to be {form[0]} of shape {form[1]} but got {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)}.",
-            argument=name,
-        )
-    return tensor
 
 
 def _squares(update: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.errors import InvalidValueError, check_arguments
+from lightning_fcl.federation.accumulators import State
 from lightning_fcl.federation.packing import pack_integers, pack_mask, unpack_integers, unpack_mask
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.federation.reductions import State
 from lightning_fcl.federation.uploads import Code, Forms, Setting, UpdateCodec, Uploads
 
 DIVERGED = "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."

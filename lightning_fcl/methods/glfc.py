@@ -14,10 +14,11 @@ from torch.func import functional_call
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, at_least, between
+from lightning_fcl.federation.accumulators import Accumulator, Gather, filled_rows
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, filled_rows
+from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.methods.client import Client, Server, Step, remember, section
 from lightning_fcl.methods.episodic import finite_pairs
 from lightning_fcl.methods.functional import as_input, embeddings, entries_in, evaluating, predictions

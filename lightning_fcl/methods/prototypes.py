@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, one_of
+from lightning_fcl.federation.accumulators import Accumulator
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.exact import ExactSums
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
 from lightning_fcl.federation.ranks import Ranks
-from lightning_fcl.federation.reductions import Accumulator, SparseMean, Sum
+from lightning_fcl.federation.reductions import SparseMean, Sum
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.distillation import LwF

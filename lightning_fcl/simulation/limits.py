@@ -45,10 +45,10 @@ from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle, Reason
 from lightning_fcl.federation.optimizers import check_optimizer
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.uploads import Pipeline
 from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.step_trial import why_not_by_step

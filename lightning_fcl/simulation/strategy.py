@@ -27,10 +27,11 @@ from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.obstacles import Obstacle
 from lightning_fcl.federation.optimizers import OptimizerFactory, settings_of
+from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.federation.uploads import Pipeline, UploadTransform
+from lightning_fcl.federation.uploads import UploadTransform
 from lightning_fcl.federation.wire import Compression
 from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.local.local_steps import LocalSteps

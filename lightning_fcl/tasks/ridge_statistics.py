@@ -13,9 +13,10 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError, at_least
+from lightning_fcl.federation.accumulators import Accumulator, Gather, State, filled_rows
 from lightning_fcl.federation.aggregation import Rules
 from lightning_fcl.federation.packing import pack_nonzero, unpack_nonzero
-from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State, filled_rows
+from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.models.ridge import accumulate, accumulate_groups, accumulate_rows, leading
 
 

@@ -129,7 +129,8 @@ def test_serve_round_of_too_few_uploads_continues_when_all_clients_answer(rehear
 BURSTS = """
 import torch
 
-from lightning_fcl.federation.reductions import Gather, Reduction
+from lightning_fcl.federation.accumulators import Gather
+from lightning_fcl.federation.reductions import Reduction
 
 sound, divisor = [100], [0]
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.accumulators import Gather
 from lightning_fcl.federation.aggregation import Aggregator, reductions_of
-from lightning_fcl.federation.reductions import Gather, Mean, Reduction, Sum
+from lightning_fcl.federation.reductions import Mean, Reduction, Sum
 from lightning_fcl.federation.robust import Krum, TrimmedMean
 from lightning_fcl.federation.wire import TopK
 

@@ -9,8 +9,9 @@ from torch import nn
 
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.accumulators import Gather
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.reductions import Gather, Reduction
+from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.wire import TopK
 
