@@ -171,7 +171,7 @@ def test_message_of_a_wrong_argument_has_a_fix(make, message):
 
 def test_numbers_of_numpy_become_numbers_of_python():
     strategy = FederatedStrategy(local_epochs=np.int64(2), participation=np.float32(0.5))
-    assert type(strategy.local_epochs) is int and type(strategy.participation) is float
+    assert type(strategy.settings.local_epochs) is int and type(strategy.participation) is float
     assert type(callbacks.EWC(strength=np.float64(2)).strength) is float
     task = lightning_fcl.Classifier(nn.Linear(4, 3), num_classes=np.int64(3))
     assert task.hparams["num_classes"] == 3 and type(task.hparams["num_classes"]) is int

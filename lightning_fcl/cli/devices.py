@@ -65,10 +65,10 @@ class DeviceReport(Command):
         report = device_report(
             parts.model,
             shape,
-            reductions=parts.strategy.rules,
+            reductions=parts.strategy.settings.rules,
             samples=samples,
             nodes=nodes,
-            local_epochs=parts.strategy.local_epochs,
+            local_epochs=parts.strategy.settings.local_epochs,
             profile=options.profile,
             link=options.link,
         )

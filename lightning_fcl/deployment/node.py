@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl import __version__
-from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.deployment.answers import BOUND, file_name_of
 from lightning_fcl.deployment.messages import (
     FOR,
@@ -58,9 +58,10 @@ from lightning_fcl.federation.uploads import Messages
 from lightning_fcl.io.atomic import locked, write_whole
 from lightning_fcl.io.paths import cache_folder, inside
 from lightning_fcl.io.reading import read_note
-from lightning_fcl.simulation.cohort import Cohort, planned
+from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.isolation import Isolation
+from lightning_fcl.simulation.planning import planned
 from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,33 @@ def log_error(error: Exception, sender: str) -> None:
     log.error("Could not answer the server's message to %s: %s", sender, error, exc_info=unexpected)
 
 
+class NodeServer(FederatedServer):
+    """The server's state on a node. An upload is kept for the node's answer to the server.
+
+    Attributes:
+        trained: The client, if it has trained.
+        answer: The tensors of its upload, if they are finite.
+    """
+
+    def __init__(self, store: ClientStore, given: FederatedServer) -> None:
+        super().__init__(store, given.client_weights, transforms=given.pipeline.transforms)
+        self.trained = ClientRounds.of([])
+        self.answer: State = {}
+
+    def upload(
+        self,
+        client_rounds: Sequence[ClientRound],
+        states: Mapping[str, Tensor],
+        messages: Messages | None = None,
+    ) -> list[bool]:
+        """Encode the upload for the answer to the server. Return whether its values are finite."""
+        self.trained = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
+        uploads, taken, _ = self.encode(self.trained, states, messages)
+        if all(taken):
+            self.answer = {name: value.detach().clone() for name, value in uploads.sent(0).items()}
+        return taken
+
+
 class NodeRound(Round):
     """A node's part in a round: one client trains, and its upload is the node's answer to the server.
 
@@ -152,7 +180,6 @@ class NodeRound(Round):
     def __init__(self, client: str, head: Mapping[str, Any], names: Collection[str], federation: Federation) -> None:
         federation.isolation = Isolation(type(federation.module).__name__)  # no other client trains in this process
         self._client, self._head, self._names = client, head, names
-        self.trained, self.answer = ClientRounds.of([]), dict[str, Tensor]()
         super().__init__(federation, looks_ahead=False)
 
     def plan_groups(self) -> list[Cohort]:
@@ -172,17 +199,9 @@ class NodeRound(Round):
                 group.update(own)
         yield from super().train_clients(cohort)
 
-    def send(self, clients: ClientRounds, states: State, messages: Messages) -> list[bool]:
-        """Encode the upload for the answer to the server, if its values are finite."""
-        self.trained = clients
-        uploads, taken, _ = self.federation.server.encode(clients, states, messages)
-        if all(taken):
-            self.answer.update({name: value.detach().clone() for name, value in uploads.sent(0).items()})
-        return taken
-
     def aggregate(self) -> None:
         """Leave the aggregation to the server."""
-        self.cohort, self.done = None, True
+        self.progress.cohort, self.progress.done = None, True
 
     def finish(self) -> None:
         """End the fit: the next round comes with another message."""
@@ -221,7 +240,8 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     server.accepted = {client: int(head["accepted"])}
     names = {name.removeprefix(MODEL) for name in state} | server.extra.keys()
     number, strategy = int(head["round"]), parts.strategy
-    strategy.cohort_size, strategy.new_round = 1, partial(NodeRound, client, head, names)
+    strategy.settings.cohort_size = 1
+    strategy.new_round = partial(NodeRound, client, head, names)
     trainer = L.Trainer(
         strategy=strategy,
         callbacks=parts.callbacks,
@@ -237,11 +257,9 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     progress: Any = trainer.fit_loop.epoch_progress.current
     progress.ready = progress.started = progress.processed = progress.completed = number
     trainer.fit(parts.module, datamodule=parts.stream)
-    done = strategy.round
-    assert isinstance(done, NodeRound)
     if client not in strategy.federation.participation.candidates(parts.stream.plan, number):
         return Parcel({"samples": 0})
-    record, upload, trained = server.record, done.answer, done.trained
+    record, upload, trained = server.record, server.answer, server.trained
     if once := kept_once(server.extra, server.reductions):
         server.store.remember(client, RECEIVED, once)
     server.store.sync()
@@ -251,7 +269,7 @@ def train_client(parts: NodeParts, state: State, memories: Path, head: Mapping[s
     return Parcel({"samples": samples, "rehearsed": rehearsed, "diverged": bool(record.diverged)}, upload)
 
 
-def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
+def _receive(parts: NodeParts, state: State, memories: Path) -> NodeServer:
     """Put what the server has sent into the module; the server as a node has it: with the memories of one client."""
     known = entries(parts.module)
     model, extra = (
@@ -267,10 +285,9 @@ def _receive(parts: NodeParts, state: State, memories: Path) -> FederatedServer:
     federation = parts.strategy.federation
     store = ClientStore("disk", memories)
     kept = [value for client in store for value in store.memory(client, RECEIVED).items()]
-    given = federation.server
-    federation.server = FederatedServer(store, given.client_weights, transforms=given.pipeline.transforms)
-    federation.server.extra = {**dict(kept), **extra}
-    return federation.server
+    federation.server = server = NodeServer(store, federation.server)
+    server.extra = {**dict(kept), **extra}
+    return server
 
 
 def own_folder(folder: Path, federation: str, client: str) -> Path:

@@ -42,6 +42,7 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.federation.schedule import Participation
+from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.wire import RoundRecord
 from lightning_fcl.io.checkpoint import newest_checkpoint
 from lightning_fcl.methods.compose import methods_of
@@ -138,8 +139,8 @@ class ServerRound(Round):
             federation.isolation.refuse_gathered()
         self._began = time.monotonic()
         drawn, self.skipped = federation.participation.draw(federation.stream.plan, self.number)
-        self._counts = self._nodes.gather(self, drawn), len(drawn)
-        federation.strategy.counters.count_steps(1)
+        self._counts = self._nodes.gather(federation, self.number, drawn, self.skipped), len(drawn)
+        federation.counters.count_steps(federation.module.trainer, 1)
         yield None
 
     def finish(self) -> None:
@@ -166,8 +167,14 @@ class Nodes:
         waits = terms.round_seconds, terms.join_seconds
         self.members = Members(link, recipe, *waits, self.identity.claimed, terms.registered_keys)
 
-    def gather(self, round: Round, drawn: Sequence[str]) -> int:
+    def gather(self, federation: Federation, number: int, drawn: Sequence[str], skipped: list[str]) -> int:
         """Send the sampled clients the server's state, and accumulate their uploads.
+
+        Args:
+            federation: The federation.
+            number: Number of the round.
+            drawn: The sampled clients.
+            skipped: Gets the clients that have no data.
 
         Returns:
             The number of uploads that count.
@@ -175,33 +182,33 @@ class Nodes:
         Raises:
             InvalidStateError: If too few clients answer.
         """
-        federation, server = round.federation, round.federation.server
+        server = federation.server
         # The module's entries from which clients start and which do not travel.
         of = {n: rule for n, rule in server.reductions.items() if n not in server.extra}
         held = {n: server.state[n] for n, rule in of.items() if not (rule.down or rule.up)}
-        hello = {**self._head(round), "kind": "hello", "held": sorted(held)}
+        hello = {**self._head(federation, number), "kind": "hello", "held": sorted(held)}
         self.members.begin_round(hello, digest(held), federation.stream.plan.clients)
-        log.info("Round %d began with %d sampled clients.", round.number, len(drawn))
+        log.info("Round %d began with %d sampled clients.", number, len(drawn))
 
         def take(client: str, answer: RecordDict, sent: Mapping[str, Any]) -> bool:
             if client in server.record.trained:
-                _drop(round, client, "a second answer, which does not count")
+                _drop(server, number, client, "a second answer, which does not count")
                 return True
             try:
-                return self._take(round, client, answer, sent, len(drawn), round.skipped)
+                return self._take(federation, number, client, answer, sent, len(drawn), skipped)
             except RefusedError as error:
                 if error.code == OTHER_ROUND:
-                    self.identity.behind[client] = round.number
-                _drop(round, client, str(error))
+                    self.identity.behind[client] = number
+                _drop(server, number, client, str(error))
                 return False
 
-        needed, sent_to = min(self.terms.clients_at_least, len(drawn)), partial(self._sent_to, round, held)
+        needed, sent_to = min(self.terms.clients_at_least, len(drawn)), partial(self._sent_to, federation, number, held)
         for client, why in self.members.gather(drawn, needed, sent_to, take).items():
-            _drop(round, client, why)
+            _drop(server, number, client, why)
         self._record_limits(server.record, drawn)
         server.record.claims = self.members.claims
         counted = self.members.counted
-        fewer = f"Expected uploads of at least {needed} clients in round {round.number} but got {counted} ("
+        fewer = f"Expected uploads of at least {needed} clients in round {number} but got {counted} ("
         fewer += "; ".join(f"{client}: {why}" for client, why in server.record.dropped.items())
         if not self.members.enough:
             raise InvalidStateError(
@@ -228,21 +235,20 @@ class Nodes:
             hint="Restore the newest checkpoint of the run, or choose another `out` to start a new run.",
         )
 
-    def _head(self, round: Round) -> dict[str, Any]:
-        federation = round.federation
+    def _head(self, federation: Federation, number: int) -> dict[str, Any]:
         return {
             "version": __version__,
             "recipe": self.recipe,
             "federation": self.identity.name,
-            "round": round.number,
+            "round": number,
             "max_epochs": federation.module.trainer.max_epochs,
             "message": uuid.uuid4().hex,
             "optimizer": [_plain(group) for o in federation.optimizers for group in o.param_groups],
         }
 
-    def _sent_to(self, round: Round, held: State, client: str, node: int) -> Parcel:
+    def _sent_to(self, federation: Federation, number: int, held: State, client: str, node: int) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
-        server, outline = round.federation.server, outline_of(round.federation.stream, client)
+        server, outline = federation.server, outline_of(federation.stream, client)
         once = server.sent_once
         omitted = once.sizes.keys() - once.missing(client)
         down = {n: v for n, v in server.state.items() if server.reductions[n].down and n not in omitted}
@@ -250,18 +256,25 @@ class Nodes:
         state |= {} if node in self.members.alike else {f"{MODEL}{n}": v for n, v in held.items()}
         server.record.download(client, sum(value.nbytes for value in state.values()))
         told = {"accepted": server.accepted.get(client, -1), "kept": once.kept(client)}
-        head = {**self._head(round), "kind": "train", "outline": asdict(outline), **told}
+        head = {**self._head(federation, number), "kind": "train", "outline": asdict(outline), **told}
         return Parcel(head, state)
 
     def _take(
-        self, round: Round, client: str, answer: RecordDict, sent: Mapping[str, Any], asked: int, skipped: list[str]
+        self,
+        federation: Federation,
+        number: int,
+        client: str,
+        answer: RecordDict,
+        sent: Mapping[str, Any],
+        asked: int,
+        skipped: list[str],
     ) -> bool:
         """Add up the answer of a client, one of so many, to what was sent; whether it counts: its numbers are finite.
 
         Args:
             skipped: Gets the client if it has no data.
         """
-        server = round.federation.server
+        server = federation.server
         terms, most = self.terms, self.terms.most_samples or self.members.samples[client]
         rehearsed = most if server.client_weights == "trained" else MOST
         known = {name: value for name, value in server.state.items() if server.reductions[name].up}
@@ -271,10 +284,10 @@ class Nodes:
             skipped.append(client)
             return True
         part = ClientRounds(
-            round.number,
+            number,
             [client],
             np.array([upload.samples]),
-            lambda name: round.federation.stream.client_round(name, round.number),
+            lambda name: federation.stream.client_round(name, number),
             np.array([upload.rehearsed]),
         )
         (taken,) = server.accept(decode_upload(upload, server, part, limits))
@@ -300,10 +313,10 @@ class Nodes:
         record.limits = {"most_samples": largest, "largest_update": self.terms.largest_update}
 
 
-def _drop(round: Round, client: str, why: str) -> None:
-    round.federation.server.sent_once.forget(client)
-    round.federation.server.record.dropped.setdefault(client, why)
-    log.warning("Round %d: nothing of client %s: %s", round.number, client, why)
+def _drop(server: FederatedServer, number: int, client: str, why: str) -> None:
+    server.sent_once.forget(client)
+    server.record.dropped.setdefault(client, why)
+    log.warning("Round %d: nothing of client %s: %s", number, client, why)
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -381,8 +394,8 @@ def serve(
                 if isinstance(callback, ContinualMetrics):
                     # Clients' models, with what is their own, and their samples never come here.
                     callback.clients, callback.training = "none", False
-            strategy.cohort_size = 1
-            strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
+            strategy.settings.cohort_size = 1
+            strategy.settings.stops_unusable = False  # whoever sends nothing of use ends nothing
             strategy.server.largest_update = terms.largest_update
             strategy.new_round = partial(ServerRound, nodes)
             callbacks.append(nodes.identity)

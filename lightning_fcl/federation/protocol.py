@@ -8,7 +8,7 @@ of `Speaks` count if it says so. How clients train is in `lightning_fcl.federati
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -22,20 +22,11 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from lightning_fcl.data.stream import FederatedStream
-    from lightning_fcl.federation.aggregation import Rules, State
+    from lightning_fcl.federation.aggregation import State
     from lightning_fcl.federation.obstacles import Obstacle
     from lightning_fcl.federation.schedule import Participation
     from lightning_fcl.federation.server import FederatedServer
-
-
-class StrategySettings(Protocol):
-    """Arguments of `lightning_fcl.FederatedStrategy`, and the processes that it runs in."""
-
-    rules: Rules
-    local_epochs: int
-    cohort_size: int | Literal["auto"]
-    keep_optimizer: bool
-    ranks: Ranks
+    from lightning_fcl.federation.settings import FederationSettings
 
 
 class RoundAtHand(Protocol):
@@ -58,9 +49,9 @@ class RunsFederation(Protocol):
     participation: Participation
     optimizers: list[Optimizer]
     shows_client: bool
+    settings: FederationSettings
+    ranks: Ranks
 
-    @property
-    def strategy(self) -> StrategySettings: ...
     @property
     def module(self) -> L.LightningModule: ...
     @property
@@ -124,7 +115,7 @@ def ranks_of(trainer: L.Trainer) -> Ranks:
         1
     """
     federation = federation_of(trainer)
-    return federation.strategy.ranks if federation is not None else ALONE
+    return federation.ranks if federation is not None else ALONE
 
 
 @runtime_checkable

@@ -122,7 +122,7 @@ class LocalSteps:
     def next(
         self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
     ) -> Callable[[], object]:
-        """Another batch: what computes its gradients, and puts those of the group in their place where it is complete.
+        """Return a closure of the next batch that accumulates gradients. After the last batch of a step they are means.
 
         Args:
             optimizer: The optimizer in use.
@@ -136,7 +136,7 @@ class LocalSteps:
             optimizer.zero_grad()
         self._batches += 1
         self.complete = last or self._batches % self.every == 0
-        return closure if self.every == 1 else lambda: self._gathered(optimizer, closure, active)
+        return lambda: self._gathered(optimizer, closure, active)
 
     def _gathered(self, optimizer: Optimizer, closure: Callable[[], object], active: int) -> object:
         result = closure()

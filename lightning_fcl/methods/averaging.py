@@ -32,7 +32,7 @@ from lightning_fcl.methods.needs import Needs
 def reductions_in_use(module: L.LightningModule) -> dict[str, Reduction]:
     """How a module's entries come together in the fit at hand, by name."""
     federation = federation_of(module.trainer)
-    return reductions_of(module, federation.strategy.rules if federation is not None else {})
+    return reductions_of(module, federation.settings.rules if federation is not None else {})
 
 
 def averaged_parameters(module: L.LightningModule) -> State:

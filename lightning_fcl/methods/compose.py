@@ -89,7 +89,7 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
             hint=f'Use a pattern of the last layer, such as `head="{[*learning][-1].rpartition(".")[0]}.*"`.',
             argument="head",
         )
-    reductions = reductions_of(module, federation.strategy.rules)
+    reductions = reductions_of(module, federation.settings.rules)
     for name in chosen:
         if not reductions[name].own:
             raise InvalidValueError(

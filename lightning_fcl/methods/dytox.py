@@ -243,7 +243,7 @@ def net_of(module: L.LightningModule) -> DyTox:
 
 
 def _usual_epochs(client: Client) -> int:
-    return client.federation.strategy.local_epochs if client.federation is not None else 1
+    return client.federation.settings.local_epochs if client.federation is not None else 1
 
 
 def _task_of(model: DyTox, labels: Tensor, client: str) -> int:

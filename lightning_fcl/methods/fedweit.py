@@ -235,7 +235,7 @@ class FedWEIT(Method):
                 argument="tasks",
                 value=len(model.tasks),
             )
-        reductions = reductions_of(pl_module, federation.strategy.rules)
+        reductions = reductions_of(pl_module, federation.settings.rules)
         wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         wanted |= {f"model.net.{name}": base for name in model.names}

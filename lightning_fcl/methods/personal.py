@@ -123,7 +123,7 @@ class APFL(Method):
 
     def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         assert client.federation is not None  # as it needs one
-        if not client.federation.strategy.keep_optimizer or self._optimizer is None:
+        if not client.federation.settings.keep_optimizer or self._optimizer is None:
             return client.memory
         return {**client.memory, **remember(optimizer_memory(self._optimizer), "optimizer")}
 

@@ -289,7 +289,7 @@ class FedCBDR(Method):
         hosted = {part.client for part in ended if federation.hosts(part.client)}
         memories = {client: server.store.memory(client, self.section) for client in hosted}
         having = {client for client, memory in memories.items() if section(memory, "new")}
-        for client in sorted(set().union(*federation.strategy.ranks.share(having))):
+        for client in sorted(set().union(*federation.ranks.share(having))):
             server.send(client, {"gram": gram})
         for part in (part for part in ended if part.client in having):
             memory = memories[part.client]

@@ -105,7 +105,7 @@ class Unlearning(Method):
     def forget(self, federation: RunsFederation, module: RidgeTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
         mine = {client: federation.server.store.memory(client, self.section)} if federation.hosts(client) else {}
-        memory, state = share_by_client(federation.strategy.ranks, mine, [client])[client], entries(module)
+        memory, state = share_by_client(federation.ranks, mine, [client])[client], entries(module)
         # Sums of another reservoir are not in the server's any more.
         if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
             for name, value in memory.items():

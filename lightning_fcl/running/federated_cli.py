@@ -33,7 +33,7 @@ from lightning_fcl.running.outcome import outcome
 from lightning_fcl.running.recipe import Recipe, take_settings
 from lightning_fcl.running.run_callbacks import PrintParticipation, SaveConfig, StopAfterRound
 from lightning_fcl.running.secret_values import with_variables
-from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
 

@@ -1,26 +1,16 @@
-"""What a checkpoint must share with a federation for it to go on from there, and how it comes to a disk: whole."""
+"""Checks of a checkpoint from which a federation resumes."""
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-
-import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities import cloud_io
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.errors import InvalidValueError, quoted
-from lightning_fcl.evaluation.results import RecordFile
 from lightning_fcl.federation.aggregation import hparams_of
 from lightning_fcl.federation.protocol import HasHparams
-from lightning_fcl.io.atomic import write_whole
-from lightning_fcl.io.reading import open_file
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.simulation.federation import Federation
 
@@ -46,25 +36,22 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
     """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
     codec = server.pipeline.codec
-    stream, every = (
-        need_stream(module.trainer),
-        federation.strategy.local_steps.every,
-    )  # more than 1 in a fit that is under way
-    schedule, batching = federation.participation.schedule, federation.strategy.limits.batching(stream)
+    stream, every = need_stream(module.trainer), federation.local_steps.every  # above 1 only during a fit
+    schedule, batching = federation.participation.schedule, federation.limits.batching(stream)
     return {
         "model": type(module).__name__,
         "task": module.fingerprint() if isinstance(module, HasHparams) else {},
         "methods": {method.section: method.hparams() for method in methods_of(module.trainer)},
         "data": stream.plan.fingerprint,
         "batches": {"size": batching.batch_size, "shuffle": batching.shuffle, "drop_last": batching.drop_last},
-        "local_epochs": federation.strategy.local_epochs,
-        "limit_train_batches": repr(federation.strategy.limits.batches),  # 1 is not 1.0
+        "local_epochs": federation.settings.local_epochs,
+        "limit_train_batches": repr(federation.limits.batches),  # 1 is not 1.0
         "accumulate_grad_batches": every if every > 1 else module.trainer.accumulate_grad_batches,
         "participation": federation.participation.clients,
         "client_weights": server.client_weights,
-        "reductions": hparams_of(federation.strategy.rules),
+        "reductions": hparams_of(federation.settings.rules),
         "server_optimizer": server.optimizer_settings,
-        "keep_optimizer": federation.strategy.keep_optimizer,
+        "keep_optimizer": federation.settings.keep_optimizer,
         "swarm": swarm.hparams() if swarm else None,
         "schedule": schedule.hparams() if schedule else None,
         "compression": codec.hparams() if codec is not None else None,
@@ -195,59 +182,3 @@ def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
                 f"Expected the checkpoint {path} to hold the state of {name} but got {state!r}.",
                 hint="Resume from another checkpoint.",
             )
-
-
-class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it there.
-
-    Lightning's moves it there from the system's temporary folder. That may be on another disk: then a move is a copy,
-    which a kill or a full disk leaves half-written. What is no path of this machine, as ``s3://...``, is left to it.
-
-    Below the folder of a run, which has a record in a file, a checkpoint holds no record, but how far that file went.
-
-    Args:
-        run: The folder of the run; None: there is none, and each checkpoint holds its record.
-    """
-
-    def __init__(self, run: Path | None = None) -> None:
-        super().__init__()
-        self._record = RecordFile(run.resolve()) if run is not None else None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if _is_remote(path) or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        file = Path(path)
-        if self._record is not None and file.resolve().parent.parent == self._record.path.parent:
-            checkpoint = _with_records(checkpoint, "rounds", self._record.extend)
-        content = io.BytesIO()
-        torch.save(checkpoint, content)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content.getvalue())
-
-    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
-        """Load a checkpoint with the record of the run that the checkpoint is of."""
-        if _is_remote(path):
-            return super().load_checkpoint(path, *arguments, **options)
-        with open_file(path) as opened:
-            checkpoint = cloud_io._load(opened, *arguments, **options)
-        file, own = RecordFile(Path(path).resolve().parents[1]), self._record
-        return _with_records(checkpoint, "sha256", (own if own and own.path == file.path else file).read)
-
-
-def _is_remote(path: object) -> bool:
-    """Return whether a path is a URL, such as ``s3://bucket/last.ckpt``, and no path of this machine."""
-    return len(urlparse(str(path)).scheme) > 1
-
-
-def _with_records(checkpoint: Any, sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A checkpoint with the records of callbacks changed, those that hold what ``sign`` says."""
-    states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
-    if not isinstance(states, dict):
-        return checkpoint
-    changed = {
-        name: {**state, "record": change(state["record"])}
-        for name, state in states.items()
-        if isinstance(state, dict) and isinstance(state.get("record"), dict) and sign in state["record"]
-    }
-    return {**checkpoint, "callbacks": {**states, **changed}}

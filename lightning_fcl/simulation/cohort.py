@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,23 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, order_keys, plan_cohort, some_of
+from lightning_fcl.data.batches import Alike, Batch, Request, alike, joined, some_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import ClientState
-from lightning_fcl.federation.local_training import Trained
+from lightning_fcl.federation.local_training import LocalTrainer, Trained
+from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.local.own_step import StepTrainer
-from lightning_fcl.methods.compose import epochs_of
-from lightning_fcl.methods.method_round import LocalRound, client_before
-from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples, write_samples
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
-
-_PLANNED = 100_000
-"""Samples of clients who train one at a time, with padding, whose batches are planned at once."""
+from lightning_fcl.methods.method_round import LocalRound
+from lightning_fcl.methods.replay_samples import JoiningSamples, write_samples
 
 
 class Cohort:
@@ -38,6 +32,8 @@ class Cohort:
 
     Args:
         federation: The federation.
+        local_trainer: Trains the clients.
+        every: Number of batches per optimizer step.
         clients: The clients.
         replayed: Returns the replay samples that join the batches of a client. None: no method has any.
         epochs: Each client's local epochs, shape (clients,).
@@ -48,7 +44,9 @@ class Cohort:
 
     def __init__(
         self,
-        federation: Federation,
+        federation: RunsFederation,
+        local_trainer: LocalTrainer,
+        every: int,
         clients: ClientRounds,
         replayed: Callable[[ClientRound], JoiningSamples] | None,
         epochs: IntArray,
@@ -58,9 +56,9 @@ class Cohort:
     ) -> None:
         self._stream = federation.stream
         self._seed = federation.seed
-        self._every = federation.strategy.local_steps.every  # batches a step
+        self._every = every
         # Batches of modules' own steps are stacked and never padded: lists of `Alike`.
-        self._stacked, self._alike = federation.trainer.stacked, isinstance(federation.trainer, StepTrainer)
+        self._stacked, self._alike = local_trainer.stacked, isinstance(local_trainer, StepTrainer)
         self.clients = clients
         self.received: Sequence[State] = ()  # what each has received at the start of the round
         self.kept: Sequence[ClientState] = ()  # each client's state before the round
@@ -235,43 +233,3 @@ class Cohort:
         """The share of each sample in its client's mean, shape (clients, steps, batch), 0 for padding."""
         real = np.arange(self._index.shape[2]) < self._lengths[:, :, None]
         return (real / np.maximum(self._lengths, 1)[:, :, None]).astype(np.float32)
-
-
-def planned(federation: Federation, cohorts: Sequence[Sequence[str]], round: int) -> list[Cohort]:
-    """The cohorts of some clients of a round, by their names, with the batches that each is to train on."""
-    stream, part_of = federation.stream, partial(federation.stream.client_round, round=round)
-    rows_of = stream.plan.train[round]
-    batching = federation.strategy.limits.batching(stream)
-    before = partial(client_before, federation.server, federation.module)
-    replayed = joining_samples(federation.methods, before)
-    epochs_in = epochs_of(federation.methods, before, federation.strategy.local_epochs)
-    alone = all(len(names) == 1 for names in cohorts)
-    if alone:  # several are planned at once all the same
-        every = [name for (name,) in cohorts]
-        step = max(1, _PLANNED // max([1, *(len(rows_of[name]) for name in every)]))
-        cohorts = [every[start : start + step] for start in range(0, len(every), step)]
-    found: list[Cohort] = []
-    for names in cohorts:
-        samples = np.array([len(rows_of[name]) for name in names], dtype=np.int64)
-        parts = ClientRounds(round, names, samples, part_of)
-        if isinstance(epochs_in, int):
-            epochs = np.full(len(names), epochs_in)
-        else:
-            epochs = np.array([epochs_in(part) for part in parts])
-        remembered = None if replayed is None else np.array([len(replayed(part)) for part in parts])
-        keys = order_keys(federation.seed, names, round)
-        index, lengths = plan_cohort(samples, epochs, batching, keys, remembered)
-        steps, per_epoch = np.count_nonzero(lengths, axis=1), batching.per_epoch(samples, remembered)
-        order = np.argsort(-steps, kind="stable")
-        for rows in np.arange(len(names))[:, None] if alone else [order]:
-            own = lengths[rows, : steps[rows].max()]
-            clients = ClientRounds(
-                round,
-                [names[row] for row in rows],
-                samples[rows],
-                part_of,
-                None if remembered is None else remembered[rows],
-            )
-            batches = index[rows, : own.shape[1], : own.max()]
-            found.append(Cohort(federation, clients, replayed, epochs[rows], per_epoch[rows], batches, own))
-    return found

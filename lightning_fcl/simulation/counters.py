@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as L
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
 
 from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.local.local_steps import LocalSteps
 from lightning_fcl.local.loop_counts import Count, batch_counts, step_counts
-from lightning_fcl.simulation.hook_calls import Users, enter, leave
+from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.ranks import RanksStrategy
 
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.cohort import Cohort
-    from lightning_fcl.simulation.strategy import FederatedStrategy
+Users = Mapping[str, Set[int]]
+"""Whose hooks are a user's: the ids of modules and callbacks, by the name of the hook."""
 
 _SAME: AbstractContextManager[None] = nullcontext()
 
@@ -28,22 +31,22 @@ class ClientCounters:
 
     Clients of one vectorized step share their counters. The number of batches is that of the client with most batches.
 
-    Args:
-        strategy: The strategy of the Trainer.
-
     Attributes:
         shown: Whether the client's counters stand in the Trainer.
         batches: Number of the client's batches in the round, while they do.
         users: Whose hooks see the client's counters in the current round.
+        schedules: The schedulers by step and by round, as the hooks of a client see them.
     """
 
-    def __init__(self, strategy: FederatedStrategy) -> None:
+    def __init__(self) -> None:
         self.shown, self.batches = False, 0
         self.users: Users = {}
-        self._strategy = strategy
+        self.schedules: list[LRSchedulerConfig] = []
         self._cohort: Cohort | None = None
-        self._every = 1  # batches per optimizer step
         self._trainer: L.Trainer
+        self._local_steps = LocalSteps()
+        self._optimizers: Sequence[Optimizer] = ()
+        self._every = 1  # batches per optimizer step
         self._starts: list[tuple[Count, Count]] = []  # each counter, and its values when the clients began
         self._offsets: list[tuple[Count, Count]] = []  # what was subtracted from each counter
         self._before: tuple[Any, ...] = ()
@@ -59,19 +62,25 @@ class ClientCounters:
         """Whether the optimizer steps after the current batch, and not only accumulates gradients."""
         return self._cohort is None or self._cohort.last_batch or (self._cohort.step + 1) % self._every == 0
 
-    def begin(self, trainer: L.Trainer, cohort: Cohort) -> None:
-        """Start the counters of the clients that train from here on."""
+    def begin(
+        self, trainer: L.Trainer, cohort: Cohort, local_steps: LocalSteps, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Start the counters of the clients that train from here on.
+
+        Args:
+            trainer: The Trainer.
+            cohort: The clients.
+            local_steps: Their optimizer steps.
+            optimizers: The module's optimizers.
+        """
         self.end()
         counts = [*batch_counts(trainer), *step_counts(trainer)]
         self._trainer, self._cohort, self._starts = trainer, cohort, [(count, dict(count)) for count in counts]
-        self._every = self._strategy.local_steps.every
-        enter(trainer, self)
+        self._local_steps, self._optimizers, self._every = local_steps, optimizers, local_steps.every
 
     def end(self) -> None:
         """Leave the clients: only the counters of all clients exist from here on."""
         self.hide()
-        if self._cohort is not None:
-            leave(self._trainer)
         self._cohort, self._starts = None, []
 
     def client(self) -> AbstractContextManager[None]:
@@ -85,7 +94,7 @@ class ClientCounters:
     def end_batch(self) -> None:
         """Keep what the hooks at the end of a client's last batch may change, and no other client must see."""
         if self._cohort is not None and self._cohort.last_batch:
-            self._strategy.local_steps.end_batches(self._strategy.federation.optimizers)
+            self._local_steps.end_batches(self._optimizers)
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
@@ -109,23 +118,24 @@ class ClientCounters:
         finally:
             self.hide()
 
-    def count_steps(self, number: int) -> None:
+    def count_steps(self, trainer: L.Trainer, number: int) -> None:
         """Count the optimizer steps of other processes, which are not the client's."""
-        count = step_counts(self._strategy.federation.module.trainer)[0]
+        count = step_counts(trainer)[0]
         for counted in (count, *(start for own, start in self._starts if own is count)):
             counted["ready"] += number
             counted["completed"] += number
 
-    def step_together(self, ranks: Ranks, before: int) -> None:
+    def step_together(self, trainer: L.Trainer, ranks: Ranks, before: int) -> None:
         """Count the steps that all processes have taken since ``before``, the counter when the round began."""
-        mine = self._strategy.federation.module.trainer.global_step - before
-        self.count_steps(sum(ranks.share(mine)) - mine)
+        mine = trainer.global_step - before
+        self.count_steps(trainer, sum(ranks.share(mine)) - mine)
 
     def show(self, batches: int | None = None, one_process: bool = True) -> None:
         """Let the client's counters stand in the Trainer."""
         if self.shown or self._cohort is None:
             return
-        trainer, strategy, fit, every = self._trainer, self._strategy, self._trainer.fit_loop, self._every
+        trainer, fit, every = self._trainer, self._trainer.fit_loop, self._every
+        strategy: RanksStrategy = trainer.strategy  # type: ignore[assignment]
         most = len(self._cohort)
         loop, number = fit.epoch_loop, most if batches is None else batches
         self._offsets = self._starts if every == 1 and batches is None else self._offsets_of(number)
@@ -142,7 +152,7 @@ class ClientCounters:
         fit.max_batches, loop.max_steps = number, -(-number // every)  # of which `estimated_stepping_batches` is made
         progress.is_last_batch = self._cohort.step == most - 1
         trainer.accumulate_grad_batches = every
-        strategy.lr_scheduler_configs = strategy.schedules
+        strategy.lr_scheduler_configs = self.schedules
         strategy.shows_one_process = one_process
         self.shown = True
 
@@ -150,7 +160,8 @@ class ClientCounters:
         """Let the counters of all clients stand in the Trainer."""
         if not self.shown:
             return
-        trainer, strategy, fit = self._trainer, self._strategy, self._trainer.fit_loop
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        strategy: RanksStrategy = trainer.strategy  # type: ignore[assignment]
         for count, offset in self._offsets:
             for name, number in offset.items():
                 count[name] += number

@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 
 import lightning.pytorch as L
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.reading_check import prepare_reading
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import InvalidValueError, listed, warn_of_one
+from lightning_fcl.errors import InvalidStateError, InvalidValueError, listed
 from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import own_entries
-from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
+from lightning_fcl.federation.local_training import LocalTrainer
 from lightning_fcl.federation.obstacles import Obstacle
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.federation.schedule import Participation
 from lightning_fcl.federation.server import FederatedServer
-from lightning_fcl.local.single_sample import has_single_samples, why_not_single_sample
+from lightning_fcl.federation.settings import FederationSettings
+from lightning_fcl.local.local_steps import LocalSteps
+from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
 from lightning_fcl.methods.functional import trainable
-from lightning_fcl.methods.trial import first_rows
+from lightning_fcl.randomness import global_seed
+from lightning_fcl.simulation.counters import ClientCounters
 from lightning_fcl.simulation.epoch_states import EpochStates
-from lightning_fcl.simulation.limits import check_stream, choose_trainer, require_begun
+from lightning_fcl.simulation.isolation import Isolation
+from lightning_fcl.simulation.round_progress import RoundProgress
+from lightning_fcl.simulation.trainer_limits import TrainerLimits
 
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.isolation import Isolation
-    from lightning_fcl.simulation.round import Round
-    from lightning_fcl.simulation.strategy import FederatedStrategy
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+def require_begun(value: T | None, what: str) -> T:
+    """Return a value that exists after a start. Raise InvalidStateError if the value is None.
+
+    Args:
+        value: The value.
+        what: What has to have begun, for the message.
+    """
+    if value is None:
+        raise InvalidStateError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
+    return value
 
 
 @dataclass(eq=False)
@@ -46,36 +59,51 @@ class Federation:
     """What a fit of a federation is made of.
 
     Args:
-        strategy: The Trainer's strategy, with its settings.
+        settings: The settings.
         server: The server: its state, the record of the round, and the store of what clients keep.
         participation: Who takes part.
         shows_client: Whether the module is a client's model: see `client_model`.
         methods: The methods among the Trainer's callbacks.
         placement: Whose clients train where; None before a fit.
-        trainer: Who trains the clients.
+        local_trainer: Trains the clients.
         why_one_at_a_time: The obstacle to vectorized training; None if clients train vectorized.
         epoch_states: Metrics, lists and counters that processes merge when a round ends.
         optimizers: The module's optimizers: several only where it optimises by hand.
         isolation: State outside the module that training reads. None before the first round and if clients train
             vectorized.
+        ranks: The processes of the federation.
+        limits: The Trainer's limits of batches and epochs.
+        local_steps: The optimizer steps of the clients that train.
+        counters: The Trainer's counters of batches and steps.
+        loose: State of the module beside its `state_dict` that starts anew with each client. None before a round, and
+            if clients train vectorized.
+        progress: The current round; None before a fit.
+        lightning_module: The module that the Trainer trains; None if this process runs no Trainer.
     """
 
-    strategy: FederatedStrategy
+    settings: FederationSettings
     server: FederatedServer
     participation: Participation
     shows_client: bool = False
     methods: list[Declaration] = field(default_factory=list)
     placement: Placement | None = None
-    trainer: LocalTrainer = field(init=False)
+    local_trainer: LocalTrainer = field(init=False)
     why_one_at_a_time: Obstacle | None = field(init=False, default=None)
     epoch_states: EpochStates = field(init=False)
     optimizers: list[Optimizer] = field(init=False)
     isolation: Isolation | None = None
+    ranks: Ranks = ALONE
+    limits: TrainerLimits = field(default_factory=TrainerLimits)
+    local_steps: LocalSteps = field(default_factory=LocalSteps)
+    counters: ClientCounters = field(default_factory=ClientCounters)
+    loose: LooseState | None = None
+    progress: RoundProgress | None = None
+    lightning_module: L.LightningModule | None = None
 
     @property
     def module(self) -> L.LightningModule:
         """The module that the Trainer trains."""
-        return require_begun(self.strategy.lightning_module, "a Trainer")
+        return require_begun(self.lightning_module, "a Trainer")
 
     @property
     def stream(self) -> FederatedStream:
@@ -85,23 +113,30 @@ class Federation:
     @property
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
-        return self.strategy.seed
+        return self.settings.seed if self.settings.seed is not None else global_seed()
 
     @property
-    def round(self) -> Round:
-        """The round at hand."""
-        return require_begun(self.strategy.round, "a fit")
+    def round(self) -> RoundProgress:
+        """The current round."""
+        return require_begun(self.progress, "a fit")
 
     @property
     def batches(self) -> int:
         """The batches of the client that trains now, or of the one that has most; 0: none does."""
-        at_hand = self.strategy.round
-        return len(at_hand.cohort) if at_hand is not None and at_hand.cohort is not None else 0
+        progress = self.progress
+        return len(progress.cohort) if progress is not None and progress.cohort is not None else 0
 
     @property
     def scheduled(self) -> bool:
         """Whether learning rates change within a client's round."""
-        return self.strategy.local_steps.scheduled
+        return self.local_steps.scheduled
+
+    def use_optimizer(self, trainer: L.Trainer) -> None:
+        """Let a Trainer step the optimizer of the clients that train, or else the module's optimizers."""
+        own = self.local_trainer.optimizer if self.round.cohort is not None else None
+        wanted = [own] if own is not None else self.optimizers
+        if trainer.optimizers != wanted:
+            trainer.optimizers = wanted
 
     def hosts(self, client: str) -> bool:
         """Whether this process looks after a client: it alone knows what the client keeps; before a fit, each does."""
@@ -126,7 +161,7 @@ class Federation:
             server: The server's state; None: that in the module. It comes back itself for a client with nothing of its
                 own.
         """
-        stream = stream_of(self.module.trainer) if self.strategy.connected else None
+        stream = stream_of(self.module.trainer) if self.lightning_module is not None else None
         if stream is None or client not in stream.plan.experiences:
             known = listed(stream.plan.clients) if stream is not None else "none before a fit"
             raise InvalidValueError(
@@ -143,89 +178,9 @@ class Federation:
         return state
 
 
-def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
-    """Choose who trains the clients of a fit, when its loaders are made.
-
-    Args:
-        federation: The federation.
-        optimizers: The module's optimizers.
-        step: Lightning's own training step.
-    """
-    trainer, stream, server, ranks = (
-        federation.module.trainer,
-        federation.stream,
-        federation.server,
-        federation.strategy.ranks,
-    )
-    federation.optimizers, federation.methods = optimizers, methods_of(trainer)
-    federation.isolation = None
-    federation.participation.seed, federation.epoch_states = federation.seed, EpochStates(ranks)
-    check_stream(trainer, stream)
-    if (rows := first_rows(stream)) is not None:
-        prepare_reading(stream.samples, rows, stream.seed, warn=ranks.rank == 0)
-    named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
-    server.check_clients(stream.plan.clients, [*named, *federation.participation.named])
-    federation.participation.check_rounds(stream.plan.rounds)
-    announce_participation(federation)
-    server.store.keep_pixels(stream.samples.pixels)
-    server.seed = federation.seed
-    server.senders = [method.section for method in overriding(federation.methods, "message")]
-    server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
-    federation.trainer, federation.why_one_at_a_time = choose_trainer(federation, step)
-    choose_min_batch_size(federation, optimizers)
-    if federation.placement is None or federation.placement.ranks is not ranks:
-        federation.placement = Placement(ranks, stream.plan.clients, server.store)
-
-
-def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer]) -> None:
-    """Let batches have at least two samples if some have one and the module cannot train on one.
-
-    A last batch of one sample then joins the batch before it, and a client with one sample in a round is skipped.
-
-    Args:
-        federation: The federation.
-        optimizers: The module's optimizers; empty while they are made.
-
-    Raises:
-        ValueError: If all batches have one sample.
-    """
-    module, stream = federation.module, federation.stream
-    tried = has_single_samples(stream) and not isinstance(module, BringsLocalTrainer)
-    why = why_not_single_sample(module, optimizers, stream) if tried else None
-    stream.min_batch_size = federation.participation.min_samples = 1 if why is None else 2
-    if why is None:
-        return
-    if stream.batch_size == 1:
-        raise InvalidValueError(
-            f"Expected `batch_size` to be at least 2 for `{type(module).__name__}`, which cannot train on a batch of "
-            f"one sample ({why}), but got 1.",
-            hint="Use `batch_size=2` or more.",
-            argument="batch_size",
-        )
-    rounds = stream.plan.different_rounds
-    single = [c for c in stream.plan.clients if any(len(current.get(c, ())) == 1 for current in rounds)]
-    if single and federation.strategy.ranks.rank == 0:
-        log.warning(
-            "`%s` cannot train on a batch of one sample (%s). Rounds in which a client has one sample are skipped for "
-            "this client: %s.",
-            type(module).__name__,
-            why,
-            listed(single),
-        )
-
-
-def announce_participation(federation: Federation) -> None:
-    """Log how many clients train in a round. Warn if their number is the integer 1, which is not the share 1.0."""
-    clients, participation = len(federation.stream.plan.clients), federation.participation
-    described = participation.describe(clients)
-    rank_zero_info(f"Federation: {described}")
-    if clients > 1:
-        warn_of_one("participation", participation.clients, described, "all clients")
-
-
 def warn_of_own_entries(federation: Federation) -> None:
     """Say whose model is tested, where each client has entries of its own."""
-    rules = reductions_of(federation.module, federation.strategy.rules)
+    rules = reductions_of(federation.module, federation.settings.rules)
     own = [name for name in trainable(federation.module) if rules[name].own]
     if own and not federation.shows_client:
         log.warning(

@@ -6,10 +6,11 @@ rounds a user's hooks are called. For other Trainers the replacements do what Li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Checkpoint, DeviceStatsMonitor, ProgressBar, ThroughputMonitor
@@ -18,12 +19,7 @@ from lightning.pytorch.trainer import call
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.data_module import TRANSFER_HOOKS
 from lightning_fcl.local.trial import BATCH_HOOKS, STEP_HOOKS, is_users
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.counters import ClientCounters
-
-Users = Mapping[str, Set[int]]
-"""Whose hooks are a user's: the ids of modules and callbacks, by the name of the hook."""
+from lightning_fcl.simulation.counters import ClientCounters, Users
 
 TRAINING: dict[L.Trainer, ClientCounters] = {}
 """The Trainers in which clients train and call a user's hooks, and the clients' counters."""
@@ -111,6 +107,18 @@ def skip_batch_end(module: L.LightningModule) -> None:
             vars(module)["on_train_batch_end"] = own
 
     vars(module)["on_train_batch_end"] = skip
+
+
+@contextmanager
+def without_batch_hooks(module: L.LightningModule) -> Iterator[None]:
+    """Temporarily call no `on_train_batch_end` of users: a process without clients has no batch in the round."""
+    trainer, callbacks = module.trainer, callbacks_of(module.trainer)
+    trainer.callbacks = callbacks[:1]  # type: ignore[attr-defined]  # `FitHooks`, which continues the round
+    skip_batch_end(module)
+    try:
+        yield
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
 def _call_module(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -18,9 +17,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_fcl.callbacks.epoch_log import RoundLog
 from lightning_fcl.data.attached import callbacks_of, stream_of
-from lightning_fcl.data.batches import Batch, Batching
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import current_round
-from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError, quoted
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
@@ -30,14 +28,11 @@ from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
 from lightning_fcl.simulation.checkpoint_content import check_states, leave_out_objects
 from lightning_fcl.simulation.counters import note_progress
-from lightning_fcl.simulation.federation import Federation, choose_min_batch_size
-from lightning_fcl.simulation.limits import check_monitors, require_begun
+from lightning_fcl.simulation.federation import Federation, require_begun
+from lightning_fcl.simulation.fit import choose_min_batch_size
+from lightning_fcl.simulation.limits import check_monitors
+from lightning_fcl.simulation.round import Round
 
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.strategy import FederatedStrategy
-
-
-_UNSET = 1000  # what Lightning has made of `max_epochs=None` by now
 log = logging.getLogger(__name__)
 
 
@@ -48,73 +43,13 @@ class RestoredNote(str):
 """The end of the note on an error before training began; the start is the checkpoint's path."""
 
 
-class TrainerLimits:
-    """What a Trainer says of batches and epochs: taken over when a fit begins, and given back when it ends.
-
-    A loader is a round, of which Lightning would cut off the last clients: `limit_train_batches`, `overfit_batches` and
-    `fast_dev_run` hold for the batches of each client instead.
-    """
-
-    def __init__(self) -> None:
-        self.batches: int | float = 1.0
-        self.in_order = False  # whether samples stay unshuffled, as under `overfit_batches`
-        self.reloads = 0  # `reload_dataloaders_every_n_epochs`, which holds for other loaders than a round
-        self._trainer: L.Trainer | None = None
-
-    def take_over(self, trainer: L.Trainer, stream: FederatedStream | None) -> None:
-        """Take the limits from a Trainer whose data are set up; a fit without a number of rounds has the stream's.
-
-        Raises:
-            ValueError: If there are more epochs than rounds.
-        """
-        loop = trainer.fit_loop
-        self._trainer = trainer
-        self._every, self.reloads = trainer.accumulate_grad_batches, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-        self._ends = self.batches, epochs, _ = trainer.limit_train_batches, loop.max_epochs, loop.epoch_loop.max_steps
-        self._least = loop.min_epochs
-        self.in_order = bool(trainer.overfit_batches)  # type: ignore[attr-defined]
-        trainer.limit_train_batches = float(self.batches > 0)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            loop.epoch_loop.max_steps = -1
-        rounds = stream.plan.rounds if stream is not None else None
-        if rounds is None or epochs is None:
-            return
-        if epochs == -1 or (epochs == _UNSET and rounds < _UNSET):
-            loop.max_epochs = rounds
-        elif epochs > rounds:
-            raise InvalidValueError(
-                f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {epochs}.",
-                hint=f"Set `max_epochs={rounds}`, or leave it out.",
-                argument="max_epochs",
-                value=epochs,
-            )
-
-    def keep_whole(self, trainer: L.Trainer) -> None:
-        """Let the round that starts be a whole one: whoever stops the fit within it stops it after it."""
-        trainer.fit_loop.min_epochs = max(self._least or 0, trainer.current_epoch + 1)
-
-    def give_back(self) -> None:
-        """Let the Trainer be as it was."""
-        if self._trainer is not None:
-            loop = self._trainer.fit_loop
-            loop.min_epochs = self._least
-            self._trainer.limit_train_batches, loop.max_epochs, loop.epoch_loop.max_steps = self._ends
-            self._trainer.accumulate_grad_batches = self._every
-            self._trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
-        self._trainer, self.batches, self.in_order = None, 1.0, False
-
-    def batching(self, stream: FederatedStream) -> Batching:
-        """Return how a client's samples become batches."""
-        return replace(stream.batching, shuffle=stream.shuffle and not self.in_order, limit=self.batches)
-
-
 def common_batches(federation: Federation) -> int:
     """The batches of a client in a round where all clients have as many in all rounds."""
-    stream, strategy = federation.stream, federation.strategy
+    stream = federation.stream
     choose_min_batch_size(federation, ())
-    batching, least = strategy.limits.batching(stream), stream.min_batch_size
+    batching, least = federation.limits.batching(stream), stream.min_batch_size
     sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows) >= least])
-    counts = np.unique(batching.limited(batching.per_epoch(sizes) * strategy.local_epochs))
+    counts = np.unique(batching.limited(batching.per_epoch(sizes) * federation.settings.local_epochs))
     methods = methods_of(federation.module.trainer)
     vary = [method for method in methods if overrides(method, "local_epochs") or joins_batches(method)]
     if len(counts) == 1 and not vary:
@@ -132,26 +67,25 @@ class FitHooks(Callback):
     """First of a federation's callbacks: goes on with the round at hand, and keeps the clients' state in checkpoints.
 
     Args:
-        strategy: The strategy.
+        federation: The federation.
+
+    Attributes:
+        round: The current round; None before the first one.
     """
 
-    def __init__(self, strategy: FederatedStrategy) -> None:
-        self.strategy = strategy
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
+        self.round: Round | None = None
         self.began = False  # whether this fit has
         self._logs: RoundLog | None = None
         self._undo_progress: Callable[[], None] | None = None  # of the round at hand
         self._left_out: list[str] = []  # of checkpoints
         self.settings: dict[str, list[dict[str, Any]]] = {}  # of optimizers and schedules, as they were made
 
-    @property
-    def federation(self) -> Federation:
-        """The federation."""
-        return self.strategy.federation
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before all others, who may ask for the number of rounds."""
         if stage == "fit":
-            self.strategy.limits.take_over(trainer, stream_of(trainer))
+            self.federation.limits.take_over(trainer, stream_of(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the module's state as the server's."""
@@ -159,13 +93,13 @@ class FitHooks(Callback):
         federation = self.federation
         if trainer.checkpoint_callbacks:
             check_states(one for one in callbacks_of(trainer) if one is not self)
-        extra, rules = server_entries(federation.methods, pl_module), self.strategy.rules
+        extra, rules = server_entries(federation.methods, pl_module), federation.settings.rules
         federation.server.begin(pl_module, rules, extra, current_round(trainer))
-        self._logs = RoundLog(pl_module, self.strategy.ranks)
+        self._logs = RoundLog(pl_module, federation.ranks)
 
     def state_dict(self) -> dict[str, Any]:
         federation = self.federation
-        between_rounds = self.strategy.round is None or self.strategy.round.settled
+        between_rounds = self.round is None or self.round.progress.settled
         if between_rounds:
             self._hide_left()
         place = {
@@ -196,8 +130,8 @@ class FitHooks(Callback):
         """Begin a round, whose loader is there already; within it other loaders are made anew as the user says."""
         self._hide_left()
         self._undo_progress = note_progress(trainer)
-        self.strategy.limits.keep_whole(trainer)
-        trainer.reload_dataloaders_every_n_epochs = self.strategy.limits.reloads  # type: ignore[attr-defined]
+        self.federation.limits.keep_whole(trainer)
+        trainer.reload_dataloaders_every_n_epochs = self.federation.limits.reloads  # type: ignore[attr-defined]
         start_randomness(self.federation.seed, "server", trainer.current_epoch)
         check_monitors(trainer)
 
@@ -205,18 +139,27 @@ class FitHooks(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Perhaps other clients have begun; only before the first batch of a group does Lightning zero gradients."""
-        self.strategy.use_optimizer()
-        if not self.strategy.local_steps.first:
+        federation = self.federation
+        federation.use_optimizer(trainer)
+        if not federation.local_steps.first:
             trainer.accumulate_grad_batches = batch_idx + 1  # no divisor of this batch's number; back to 1 in its step
         require_begun(self._logs, "a fit").train(batch)
-        if self.federation.round.cohort is not None:
-            self.federation.epoch_states.watch(self.federation.round.cohort.step)
+        cohort = federation.round.cohort
+        if cohort is not None:
+            federation.epoch_states.watch(cohort.step)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """Perhaps clients are done, or the round."""
-        self.federation.round.resume()
+        """After the last batch of a group of clients, upload. After the last group, aggregate."""
+        federation, current = self.federation, require_begun(self.round, "a fit")
+        progress = current.progress
+        progress.has_trained = True
+        if progress.last_batch:
+            next(current.training, None)
+            if not progress.cohorts:
+                next(current.steps, None)
+            federation.use_optimizer(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the server's model."""
@@ -229,8 +172,8 @@ class FitHooks(Callback):
         self._end_round(trainer)
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         require_begun(self._logs, "a fit").meet()
-        if self.federation.round.loose is not None:
-            self.federation.round.loose.show_left()
+        if self.federation.loose is not None:
+            self.federation.loose.show_left()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let every process know what all clients keep."""
@@ -239,13 +182,13 @@ class FitHooks(Callback):
         self._hide_left()
         if trainer.current_epoch < (trainer.max_epochs or 0):
             hosted = [client for client in self.federation.stream.plan.clients if self.federation.hosts(client)]
-            self.federation.round.method_round.finish_stopped(hosted, trainer.current_epoch)
+            require_begun(self.round, "a fit").method_round.finish_stopped(hosted, trainer.current_epoch)
         if self.federation.placement is not None:
             self.federation.placement.complete()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Forget the round that was cut short: a checkpoint that is written now is one of the rounds before."""
-        if trainer.state.fn == "fit" and trainer.ckpt_path and self.strategy.round is None:
+        if trainer.state.fn == "fit" and trainer.ckpt_path and self.round is None:
             exception.add_note(RestoredNote(f"{trainer.ckpt_path} was being restored"))
         self._settle()
         if self._undo_progress is not None and not self.federation.round.done:
@@ -255,7 +198,7 @@ class FitHooks(Callback):
 
     def _end_round(self, trainer: L.Trainer) -> None:
         self._settle()
-        if trainer.state.stage != "sanity_check" and self.strategy.round is not None and not self.strategy.round.done:
+        if trainer.state.stage != "sanity_check" and self.round is not None and not self.round.progress.done:
             raise InvalidValueError(
                 f"Expected `on_train_batch_start` to return None but it has ended round {trainer.current_epoch} by "
                 "-1, before its last client.",
@@ -264,7 +207,7 @@ class FitHooks(Callback):
                 argument="on_train_batch_start",
                 value=-1,
             )
-        if self.strategy.round is not None:
+        if self.round is not None:
             self.federation.epoch_states.meet()
 
     def _forget_logs(self) -> None:
@@ -274,9 +217,9 @@ class FitHooks(Callback):
         self._hide_left()
 
     def _hide_left(self) -> None:
-        if self.strategy.round is not None and self.strategy.round.loose is not None:
-            self.strategy.round.loose.hide_left()
+        if self.federation.loose is not None:
+            self.federation.loose.hide_left()
 
     def _settle(self) -> None:
-        if self.strategy.round is not None:
-            self.strategy.round.settle()
+        if self.round is not None:
+            self.round.settle()

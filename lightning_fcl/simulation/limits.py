@@ -1,15 +1,12 @@
-"""What a federation cannot honour, or work on, is refused by name; who trains clients, one by one or at once."""
+"""Checks that raise an error for what a federation does not support."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Literal
 
 import lightning.pytorch as L
-import numpy as np
-import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EMAWeightAveraging,
@@ -21,17 +18,14 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
-from lightning_fcl.data.attached import callbacks_of, refuse_transfer_hook, stream_of
+from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.data_module import modules_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import (
-    InvalidStateError,
     InvalidTypeError,
     InvalidValueError,
     UnknownNameError,
@@ -42,28 +36,12 @@ from lightning_fcl.errors import (
     warn_of_one,
 )
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
-from lightning_fcl.federation.obstacles import Obstacle, Reason
 from lightning_fcl.federation.optimizers import check_optimizer
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.local.own_step import StepTrainer
-from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.local.step_trial import why_not_by_step
-from lightning_fcl.local.trial import why_not_padded, why_not_side_by_side
-from lightning_fcl.local.vectorized import VectorizedTrainer
-from lightning_fcl.methods.client import Client, is_labelled
-from lightning_fcl.methods.declaration import shapes_loss
-from lightning_fcl.methods.replay import Replay
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
-    from lightning_fcl.simulation.strategy import FederatedStrategy
-
-
-T = TypeVar("T")
+from lightning_fcl.simulation.federation import Federation
 
 _MIXES_CLIENTS = "it would average the models of different clients, step by step"
 
@@ -106,8 +84,6 @@ _REFUSED: dict[type[L.Callback], tuple[str, str]] = {
     ),
 }
 log = logging.getLogger(__name__)
-_LARGEST = 200_000  # parameters of a module whose clients train side by side
-_NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
 
 
 def check_settings(
@@ -138,8 +114,8 @@ def check_settings(
         schedule.check(pipeline)
 
 
-def check_trainer(trainer: L.Trainer) -> None:
-    """Refuse settings of a Trainer whose optimizers and schedulers are made."""
+def check_trainer(trainer: L.Trainer, federation: Federation) -> None:
+    """Raise ValueError if a federation does not support a Trainer's settings, optimizers or schedulers."""
     at_least(1, accumulate_grad_batches=trainer.accumulate_grad_batches)
     for callback in callbacks_of(trainer):
         for kind, (why, hint) in _REFUSED.items():
@@ -203,14 +179,13 @@ def check_trainer(trainer: L.Trainer) -> None:
             argument="interval",
             value="step",
         )
-    strategy: FederatedStrategy = trainer.strategy  # type: ignore[assignment]
-    limit = strategy.limits.batches
+    limit = federation.limits.batches
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        overfits = strategy.limits.in_order
+        overfits = federation.limits.in_order
         name = "overfit_batches" if overfits else "limit_train_batches"
         warn_of_one(name, limit, "1 batch per client and round", "all batches")
         warn_of_one("limit_val_batches", 1.0 if overfits else trainer.limit_val_batches, "1 batch", "all batches")
-    scheduled = strategy.federation.participation.schedule is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    scheduled = federation.participation.schedule is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
     if scheduled and repr(limit) != "1.0":
         raise InvalidValueError(
             f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its "
@@ -318,7 +293,7 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
 
 def check_optimizers(federation: Federation) -> None:
     """Refuse, before a round, optimizers that a hook has put in the place of those of `configure_optimizers`."""
-    if federation.strategy.optimizers != federation.optimizers:
+    if federation.module.trainer.optimizers != federation.optimizers:
         raise InvalidValueError(
             "Expected the optimizers of `configure_optimizers` throughout a fit but a hook has made others.",
             hint='Give what is there the new parameters: `self.optimizers().param_groups[0]["params"] = '
@@ -329,7 +304,7 @@ def check_optimizers(federation: Federation) -> None:
 
 def check_ranks(federation: Federation, ranks: int) -> None:
     """Refuse more processes than a round ever has cohorts: some would never have anything to do."""
-    size, plan = federation.trainer.clients_at_once, federation.stream.plan
+    size, plan = federation.local_trainer.clients_at_once, federation.stream.plan
     if ranks == 1:
         return
     rounds = range(federation.module.trainer.max_epochs or 0)
@@ -358,92 +333,3 @@ def check_monitors(trainer: L.Trainer) -> None:
                 argument="monitor",
                 value=monitor,
             )
-
-
-def require_begun(value: T | None, what: str) -> T:
-    """A value that is there once something has begun."""
-    if value is None:
-        raise InvalidStateError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
-    return value
-
-
-def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, Obstacle | None]:
-    """Return the local trainer of a federation's clients, and the obstacle to vectorized training, if there is one.
-
-    The module's own trainer comes first. Otherwise the choice is: vectorized training on padded batches, if the module
-    defines the loss of single samples and neither the module nor a method mixes samples; vectorized training with the
-    module's own step, without padding; sequential training.
-
-    Args:
-        federation: The federation.
-        step: Lightning's own training step.
-    """
-    module, stream, strategy = federation.module, federation.stream, federation.strategy
-    methods, optimizers, keep_optimizer = federation.methods, federation.optimizers, strategy.keep_optimizer
-    for method in methods:
-        if method.needs.samples and not (isinstance(method, Replay) and method.buffer is None):
-            refuse_transfer_hook(module, stream, type(method).__name__)
-    if isinstance(module, BringsLocalTrainer):
-        return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, Client())]), None
-    if len(optimizers) > 1:
-        for method in methods:
-            if shapes_loss(method, Client()) or not method.vectorizable:
-                raise InvalidValueError(
-                    f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
-                    "`configure_optimizers` returned several.",
-                    hint=f"Leave `{type(method).__name__}` out.",
-                    argument="configure_optimizers",
-                    value=type(method).__name__,
-                )
-    if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise InvalidValueError(
-            "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True.",
-            hint="Leave it out.",
-            argument="keep_optimizer",
-            value=keep_optimizer,
-        )
-    wanted = None if strategy.cohort_size == "auto" else strategy.cohort_size
-    size = automatic_size(module) if wanted is None else wanted
-    if size == 1:
-        reason: Obstacle | None = Obstacle(Reason.COHORT_SIZE) if wanted else Obstacle(Reason.PARAMETERS, (_LARGEST,))
-    elif keep_optimizer:
-        reason = Obstacle(Reason.KEEP_OPTIMIZER)
-    else:
-        reason = why_not_side_by_side(module, methods, optimizers, stream)
-    padded = reason or why_not_padded(module, methods, optimizers[0], stream)
-    by_step = padded and (reason or why_not_by_step(module, methods, optimizers[0], stream))
-    if wanted is not None and any(why is not None and why.reason is Reason.RANDOM for why in (padded, by_step)):
-        log.warning("Random layers draw other numbers in vectorized training: the result will differ.")
-        padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
-    if padded and by_step:
-        if size > 1 and wanted is not None:
-            raise InvalidValueError(
-                f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.',
-                hint="Leave `cohort_size` out.",
-                argument="cohort_size",
-                value=wanted,
-            )
-        if size > 1:
-            log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
-        return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step
-    if wanted is None:
-        samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))  # of most batches
-        with isolate_rng():  # a data set may draw a transform
-            batch = stream.samples.take(np.arange(1), "test")
-        numbers = samples * max(1, _numbers(batch[0] if is_labelled(batch) else batch))
-        size = min(size, max(2, _NUMBERS // numbers))
-    kind = StepTrainer if padded else VectorizedTrainer
-    return kind(module, methods, optimizers[0], size, federation.seed), None
-
-
-def automatic_size(module: L.LightningModule) -> int:
-    """Clients per vectorised step: small models gain most, those above `_LARGEST` nothing (see benchmarks)."""
-    parameters = sum(p.numel() for p in module.parameters())
-    return 1 if parameters > _LARGEST else max(2, min(1024, _NUMBERS // max(parameters, 1)))
-
-
-def _numbers(batch: Any) -> int:
-    """How many numbers there are in any nest of tensors."""
-    if isinstance(batch, Tensor):
-        return batch.numel()
-    return sum(map(_numbers, batch.values() if isinstance(batch, Mapping) else batch))

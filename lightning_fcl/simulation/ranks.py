@@ -28,7 +28,7 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.errors import InvalidValueError, one_of
 from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.io.atomic import TemporaryFolder
-from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.gloo import MEETING, GlooRanks, meet
 
 T = TypeVar("T")

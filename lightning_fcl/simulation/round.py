@@ -1,38 +1,38 @@
-"""A round: a train loader of one epoch, and what clients do in it, in a simulation as on a node of a deployment."""
+"""A round: the train loader of one epoch, and the steps of the server and the clients."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
-from lightning_fcl.errors import quoted
+from lightning_fcl.data.client_round import ClientRounds, current_round
 from lightning_fcl.federation.aggregation import State, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, LooksAtClients, SolvesAtServer
+from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.uploads import Messages
 from lightning_fcl.federation.wire import DIVERGED, RoundRecord
-from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.stacked import stack
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
-from lightning_fcl.methods.method_round import LocalRound, MethodRound, entered_state
+from lightning_fcl.methods.method_round import MethodRound, entered_state
 from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation.cohort import Cohort, planned
-from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.hook_calls import find_users, skip_batch_end
-from lightning_fcl.simulation.isolation import isolation_of
-from lightning_fcl.simulation.limits import check_optimizers, require_begun
+from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.federation import Federation, require_begun
+from lightning_fcl.simulation.hook_calls import enter, find_users, leave, without_batch_hooks
+from lightning_fcl.simulation.isolation_trial import isolation_of
+from lightning_fcl.simulation.limits import check_optimizers
+from lightning_fcl.simulation.planning import planned
+from lightning_fcl.simulation.round_progress import RoundProgress
 from lightning_fcl.simulation.simulated import check_usable, record_time
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,9 @@ class Round:
     """The batches of a round, which is one epoch of the Trainer. `run` is the round from top to bottom.
 
     The length is known, so Lightning asks for a batch when the batch before is done. After the last batch of a group of
-    clients `FitHooks` calls `resume`, which uploads, before other hooks see the end of the batch.
+    clients `FitHooks` continues the round, which uploads, before other hooks see the end of the batch.
+
+    `run` yields one iterator of batches per group. The next step of that iterator after its last batch uploads.
 
     This class is the round of a simulation. The server and the nodes of a deployment replace some of its steps.
 
@@ -56,12 +58,8 @@ class Round:
         self.number = current_round(federation.module.trainer)
         self.sampled: list[str] = []  # the clients that train in the round, also in other processes
         self.skipped: list[str] = []  # sampled clients without data, or with too few samples to train on
-        self.cohort: Cohort | None = None  # the clients that train now, or have done so last
-        self.done, self.settled = False, True
-        before = federation.strategy.round
-        self.loose: LooseState | None = before.loose if before is not None else None
-        self.steps_before = 0  # the Trainer's, when the round began
-        self.has_trained = False  # whether clients have trained on a batch of the round
+        self.progress = federation.progress = RoundProgress(self.number)
+        self._steps_before = 0  # the Trainer's, when the round began
         self.method_round = MethodRound(
             self.number,
             federation.module,
@@ -78,25 +76,9 @@ class Round:
         self._read: Generator[Any, None, None] | None = None
         groups = self.plan_groups()
         self._batches = max(1, sum(map(len, groups)))
-        # The clients that are yet to train. None: no client trains in this process.
-        self.cohorts: deque[Cohort | None] = deque(groups or (None,))
-        self._steps: Generator[Iterator[Any], None, None] = self.run()
-        self._training: Generator[Any, None, None] | None = None  # the batches of the current group
-
-    @property
-    def client_round(self) -> ClientRound | None:
-        """The client that trains now; None between rounds, and where several train side by side."""
-        return self.cohort.client_round if self.cohort is not None else None
-
-    @property
-    def local_epoch(self) -> int:
-        """The local epoch, from 0, of the batch at hand."""
-        return self.cohort.local_epoch if self.cohort is not None else 0
-
-    @property
-    def last_batch(self) -> bool:
-        """Whether the batch at hand is the last one of its clients' local training."""
-        return self.cohort is None or self.cohort.last_batch
+        self.progress.cohorts = deque(groups or (None,))
+        self.steps: Generator[Iterator[Any], None, None] = self.run()
+        self.training: Generator[Any, None, None] = self.train_clients(None)  # the current group
 
     @property
     def placement(self) -> Placement:
@@ -105,53 +87,44 @@ class Round:
 
     def __len__(self) -> int:
         """Number of batches of this process's clients; 1 if it has none. For the hooks of a client, its batches."""
-        counters = self.federation.strategy.counters
+        counters = self.federation.counters
         return counters.batches if counters.shown else self._batches
 
     def __iter__(self) -> Iterator[Any]:
-        self._steps = self.run()
-        return itertools.chain.from_iterable(self._steps)
+        self.steps = self.run()
+        return itertools.chain.from_iterable(self.steps)
 
     def run(self) -> Generator[Iterator[Any], None, None]:
         """Run the round. Yield the batches of each group of clients that trains at the same time, as an iterator."""
         self.start()
         try:
-            while self.cohorts:
-                self.cohort = self.cohorts.popleft()
-                self._training = self.train_clients(self.cohort)
-                yield self._training
+            while self.progress.cohorts:
+                self.progress.cohort = self.progress.cohorts.popleft()
+                self.training = self.train_clients(self.progress.cohort)
+                yield self.training
             self.aggregate()
             self.finish()
         except BaseException:  # also if the generator is closed: a hook has failed, or stopped the fit
-            if not self.done:
+            if not self.progress.done:
                 self.roll_back()
             raise
         finally:
-            if self._training is not None:
-                self._training.close()
+            self.training.close()
             if self._read is not None:
                 self._read.close()  # torch waits seconds for workers that the garbage collector ends
                 self._read = None
 
-    def resume(self) -> None:
-        """Continue after a batch if it is the last one of its group: upload, and after the last group aggregate."""
-        self.has_trained = True
-        if self.last_batch:
-            if self._training is not None:
-                next(self._training, None)
-            if not self.cohorts:
-                next(self._steps, None)
-            self.federation.strategy.use_optimizer()
-
     def settle(self) -> None:
-        """After the last hook of the last batch, or when it is cut short: the server's model is in the module."""
-        if not self.settled:
-            if self.loose is not None:
-                self.loose.settle()
-            self._steps.close()
-            self.federation.strategy.counters.end()
-            self.federation.strategy.use_optimizer()
-            self.settled = True
+        """End the round after the last hook of its last batch, or roll it back if it was interrupted."""
+        federation, trainer = self.federation, self.federation.module.trainer
+        if not self.progress.settled:
+            if federation.loose is not None:
+                federation.loose.settle()
+            self.steps.close()
+            federation.counters.end()
+            leave(trainer)
+            federation.use_optimizer(trainer)
+            self.progress.settled = True
 
     # The steps of a round.
 
@@ -163,11 +136,11 @@ class Round:
         names, self.skipped = federation.participation.draw(plan, number)
         self.sampled = [*names]
         samples = {client: len(plan.train[number][client]) for client in names}
-        size = federation.trainer.clients_at_once
+        size = federation.local_trainer.clients_at_once
         if size > 1:  # like lengths together, so that little is padded and few wait for others
             names = sorted(names, key=lambda client: -samples[client])
         groups = [names[start : start + size] for start in range(0, len(names), size)]
-        if federation.placement is not None and federation.strategy.ranks.number > 1:
+        if federation.placement is not None and federation.ranks.number > 1:
             groups = [groups[place] for place in federation.placement.place(groups, samples)]
         return planned(federation, groups, number)
 
@@ -175,26 +148,29 @@ class Round:
         """Take the module's state as the server's, with what hooks have changed since the last round."""
         federation = self.federation
         check_optimizers(federation)
-        self.steps_before = federation.module.trainer.global_step
+        self._steps_before = federation.module.trainer.global_step
         if federation.methods:
             driver_of(federation.module.trainer).rest_frozen(federation.module)
-        federation.strategy.counters.users = find_users(federation.module.trainer)
+        federation.counters.users = find_users(federation.module.trainer)
         extra = self.method_round.server_entries()
-        federation.server.begin_round(federation.module, federation.strategy.rules, extra, self.number)
-        if isinstance(federation.trainer, SequentialTrainer):
-            federation.isolation = federation.isolation or isolation_of(self)
-            self.loose = _loose_state(federation, self.loose)
-        loose = self.loose if isinstance(federation.trainer, SequentialTrainer) else None
+        federation.server.begin_round(federation.module, federation.settings.rules, extra, self.number)
+        loose = None
+        if isinstance(federation.local_trainer, SequentialTrainer):
+            federation.isolation = federation.isolation or isolation_of(federation)
+            before, optimizers = federation.loose, federation.optimizers
+            loose = federation.loose = federation.isolation.loose_state(federation.module, optimizers, before)
         federation.epoch_states.begin(federation.module, loose)
         self._listeners = [one for one in methods_first(federation) if isinstance(one, ListensToClients)]
         self._watched = any(
             not isinstance(one, LooksAtClients) or one.looks_at_clients(federation.module) for one in self._listeners
         )
         if federation.stream.samples.draws:
-            requests = (request for cohort in [*self.cohorts] if cohort is not None for request in cohort.requests())
+            requests = (
+                request for cohort in [*self.progress.cohorts] if cohort is not None for request in cohort.requests()
+            )
             self._read = federation.stream.read(requests)
         self.exchange(self.sampled)
-        self.done = self.settled = False
+        self.progress.done = self.progress.settled = False
 
     def exchange(self, clients: Sequence[str], after: bool = False) -> None:
         """Let the transforms of uploads exchange messages with clients, before or after the uploads."""
@@ -211,7 +187,7 @@ class Round:
         if self.federation.isolation is not None:
             self.federation.isolation.warn()
         if cohort is None:
-            with _without_batch_hooks(self.federation):
+            with without_batch_hooks(self.federation.module):
                 yield None
             return
         self.download(cohort)
@@ -221,13 +197,13 @@ class Round:
     def aggregate(self) -> None:
         """Aggregate the uploads, and put the server's new state into the module."""
         federation, server = self.federation, self.federation.server
-        self.cohort = None
-        federation.strategy.local_steps.end_round(federation.optimizers, ranks=self.placement.ranks)
+        self.progress.cohort = None
+        federation.local_steps.end_round(federation.optimizers, ranks=self.placement.ranks)
         federation.epoch_states.leave()
-        if self.loose is not None:
-            self.loose.end_clients()
+        if federation.loose is not None:
+            federation.loose.end_clients()
         self.placement.meet(server)
-        federation.strategy.counters.step_together(self.placement.ranks, self.steps_before)
+        federation.counters.step_together(federation.module.trainer, self.placement.ranks, self._steps_before)
         record_time(federation, self.number)
         check_usable(federation, self.number)
         self.exchange(server.record.trained, after=True)
@@ -239,7 +215,7 @@ class Round:
             share = len(server.record.trained) / len(federation.stream.plan.clients)
             self.method_round.take_turns(received, share)
         self.method_round.accept(server.record.trained)
-        self.done = True
+        self.progress.done = True
 
     def finish(self) -> None:
         """Complete the round's record, and call the callbacks that follow rounds."""
@@ -249,21 +225,22 @@ class Round:
         for listener in methods_first(federation):
             if isinstance(listener, ListensToRounds):
                 listener.on_round_end(federation.module.trainer, federation.module)
-        if self.loose is not None:
-            self.loose.go_on()
+        if federation.loose is not None:
+            federation.loose.go_on()
         federation.epoch_states.resume()
 
     def roll_back(self) -> None:
         """Restore the states of the server and the clients from before the round, which is cut short."""
         federation = self.federation
-        if self.has_trained or self.number:  # otherwise the fit has changed nothing yet
+        if self.progress.has_trained or self.number:  # otherwise the fit has changed nothing yet
             log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
-        self.cohort = None
-        federation.strategy.counters.end()
+        self.progress.cohort = None
+        federation.counters.end()
+        leave(federation.module.trainer)
         federation.epoch_states.undo()
-        if self.loose is not None:
-            self.loose.settle()
-        federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
+        if federation.loose is not None:
+            federation.loose.settle()
+        federation.local_steps.end_round(federation.optimizers, whole=False)
         load_entries(federation.module, federation.server.state)
         federation.server.undo_round()
 
@@ -272,7 +249,9 @@ class Round:
     def download(self, cohort: Cohort) -> None:
         """Give the clients the server's state, and the states that they have kept."""
         federation, clients = self.federation, cohort.clients
-        federation.strategy.counters.begin(federation.module.trainer, cohort)
+        trainer, local_steps = federation.module.trainer, federation.local_steps
+        federation.counters.begin(trainer, cohort, local_steps, federation.optimizers)
+        enter(trainer, federation.counters)
         self.placement.begin()
         start_randomness(federation.seed, *clients.clients, self.number)
         states, before = federation.server.download(clients.clients)
@@ -282,28 +261,18 @@ class Round:
         memories: list[Sequence[Memory]] = [()] * len(clients)
         if federation.methods:
             memories = [self.method_round.receive(*each) for each in zip(clients, states, kept, strict=True)]
-        federation.strategy.local_steps.begin(federation.optimizers)
+        local_steps.begin(federation.optimizers)
         federation.epoch_states.leave()
-        if self.loose is not None:
-            self.loose.put_back()
+        if federation.loose is not None:
+            federation.loose.put_back()
         cohort.received, cohort.kept, cohort.entered = states, before, kept
         federation.epoch_states.enter(self.placement.order.get(clients.clients[0], 0))
-        federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
-
-    def send(self, clients: ClientRounds, states: State, messages: Messages) -> list[bool]:
-        """Send the uploads of clients to the server. Return whether the server has accepted each one.
-
-        Args:
-            clients: The clients.
-            states: Their uploads, every tensor of shape (clients, ...).
-            messages: What each client sends to methods beside these, by section of the method.
-        """
-        return self.federation.server.upload(clients, states, messages)
+        federation.local_trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
     def upload(self, cohort: Cohort) -> None:
         """Send the clients' uploads, and keep what stays with the clients."""
         federation, clients, participation = self.federation, cohort.clients, self.federation.participation
-        trained = federation.trainer.finish()
+        trained = federation.local_trainer.finish()
         self.placement.took(clients)
         missed = [participation.may_miss and participation.misses(client, self.number) for client in clients.clients]
         ended = [cohort.local_round(row, trained) for row in range(len(clients))] if federation.methods else []
@@ -312,11 +281,14 @@ class Round:
             sent = stack([self.method_round.upload(client) for client in ended])
         if federation.methods:
             sent = {**sent, **stack([self.method_round.contribute(client) for client in ended])}
-        messages = self.method_round.messages(ended)
-        arrived = _in_reach(self.send, federation.server.record, clients, sent, messages, missed)
-        _name_diverged(federation.server.record, clients, trained, arrived)
-        personal = federation.server.personal or participation.swarm is not None
-        keeping = bool(federation.methods) or federation.strategy.keep_optimizer or personal
+        server, messages = federation.server, self.method_round.messages(ended)
+        if any(missed):
+            arrived = _upload_reachable(server, clients, sent, messages, missed)
+        else:
+            arrived = server.upload(clients, sent, messages)
+        _name_diverged(server.record, clients, trained, arrived)
+        personal = server.personal or participation.swarm is not None
+        keeping = bool(federation.methods) or federation.settings.keep_optimizer or personal
         if not (keeping or self._listeners):
             return  # nothing stays with the clients, and nobody listens
         for row, client in enumerate(clients):
@@ -325,21 +297,17 @@ class Round:
                     self.method_round.end_dropped(ended[row])
                 continue
             if keeping:
-                self._end_client(cohort, trained, row, ended[row] if ended else None, missed[row])
+                kept = self.method_round.end(ended[row], missed[row]) if ended else {}
+                if trained.optimizer is not None:
+                    kept["optimizer"] = trained.optimizer
+                server.keep(clients.clients[row], trained.state(row), kept, missed[row])
             if self._watched and trained.own is None:
                 load_entries(federation.module, trained.state(row))
             if not self._listeners:
                 continue
-            with federation.strategy.counters.after_client(cohort.batches_of(row)):
+            with federation.counters.after_client(cohort.batches_of(row)):
                 for listener in self._listeners:
                     listener.on_client_end(federation.module.trainer, federation.module, client)
-
-    def _end_client(self, cohort: Cohort, trained: Trained, row: int, client: LocalRound | None, missed: bool) -> None:
-        """Keep what stays with a client."""
-        kept = self.method_round.end(client, missed) if client is not None else {}
-        if trained.optimizer is not None:
-            kept["optimizer"] = trained.optimizer
-        self.federation.server.keep(cohort.clients.clients[row], trained.state(row), kept, missed)
 
 
 def methods_first(federation: Federation) -> list[Callback]:
@@ -348,25 +316,22 @@ def methods_first(federation: Federation) -> list[Callback]:
     return sorted(callbacks, key=lambda callback: not isinstance(callback, Declaration))
 
 
-def _in_reach(
-    send: Callable[[ClientRounds, State, Messages], list[bool]],
-    record: RoundRecord,
-    clients: ClientRounds,
-    states: State,
-    messages: Messages,
-    missed: Sequence[bool],
+def _upload_reachable(
+    server: FederatedServer, clients: ClientRounds, states: State, messages: Messages, missed: Sequence[bool]
 ) -> list[bool]:
-    """Send the states of those in reach; whether each client's state is one to go on with."""
-    if not any(missed):
-        return send(clients, states, messages)
-    record.missed += itertools.compress(clients.clients, missed)
+    """Send the uploads of clients of which some miss the synchronization.
+
+    Returns:
+        Whether each client continues with its state. A client whose upload the server drops does not.
+    """
+    server.record.missed += itertools.compress(clients.clients, missed)
     fine = [True] * len(clients)
     rows = [row for row, out in enumerate(missed) if not out]
     if rows:
         sent = {name: value[rows] for name, value in states.items()}
         beside = {section: [each[row] for row in rows] for section, each in messages.items()}
         reached = ClientRounds.of([clients[row] for row in rows])
-        for row, taken in zip(rows, send(reached, sent, beside), strict=True):
+        for row, taken in zip(rows, server.upload(reached, sent, beside), strict=True):
             fine[row] = taken
     return fine
 
@@ -381,30 +346,3 @@ def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: Trained,
     for name in names:
         message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
         log.warning(message, clients.round, name, DIVERGED)
-
-
-def _loose_state(federation: Federation, before: LooseState | None) -> LooseState:
-    """What all clients of a round begin with beside the module's state; what of it they cannot is named once."""
-    schedulers = [config.scheduler for config in federation.module.trainer.lr_scheduler_configs]
-    carried = federation.isolation.carried if federation.isolation is not None else None
-    loose = LooseState(federation.module, federation.optimizers, schedulers, before, carried)
-    if before is None and loose.unknown:
-        log.warning(
-            "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked into.",
-            quoted(loose.unknown),
-            type(federation.module).__name__,
-        )
-    return loose
-
-
-@contextmanager
-def _without_batch_hooks(federation: Federation) -> Iterator[None]:
-    """Temporarily call no `on_train_batch_end` of users: a process without clients has no batch in the round."""
-    module = federation.module
-    trainer, callbacks = module.trainer, callbacks_of(module.trainer)
-    trainer.callbacks = callbacks[:1]  # type: ignore[attr-defined]  # `FitHooks`, which resumes the round
-    skip_batch_end(module)
-    try:
-        yield
-    finally:
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ def begin_schedule(federation: Federation) -> None:
     if schedule is None:
         return
     module = federation.module
-    state, reductions = dict(entries(module)), reductions_of(module, federation.strategy.rules)
+    state, reductions = dict(entries(module)), reductions_of(module, federation.settings.rules)
     for name, (value, reduction) in server_entries(federation.methods, module).items():
         state[name], reductions[name] = value, resolve(name, reduction)
     learnt = [*trainable(module)]
@@ -36,7 +36,7 @@ def begin_schedule(federation: Federation) -> None:
     sent = {n: value for n, value in state.items() if n not in frozen and not reductions[n].once}
     sizes = message_bytes(sent, reductions, server.pipeline.codec, learnt)
     deployment = Deployment(
-        federation.stream.plan, federation.participation, federation.strategy.local_epochs, *sizes, reductions
+        federation.stream.plan, federation.participation, federation.settings.local_epochs, *sizes, reductions
     )
     schedule.begin(deployment, current_round(module.trainer))
 
@@ -100,7 +100,7 @@ def check_usable(federation: Federation, number: int) -> None:
     """Raise ValueError if all uploads of a round were dropped and the strategy stops a fit then."""
     record = federation.server.record
     dropped = record.dropped
-    if federation.strategy.stops_unusable and dropped and not (record.trained or record.missed or record.late):
+    if federation.settings.stops_unusable and dropped and not (record.trained or record.missed or record.late):
         who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
         raise InvalidValueError(
             f"Expected uploads of round {number} that are of use but all were dropped: {who}.",

@@ -14,7 +14,6 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,13 +22,14 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.errors import InvalidValueError, check_arguments, one_of, warn_of_other_lightning
-from lightning_fcl.federation.aggregation import ClientWeights, Reduction, Rules, State, check_state
+from lightning_fcl.federation.aggregation import ClientWeights, Reduction, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.obstacles import Obstacle
 from lightning_fcl.federation.optimizers import OptimizerFactory, settings_of
 from lightning_fcl.federation.pipeline import Pipeline
 from lightning_fcl.federation.schedule import Participation, Schedule
 from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.settings import FederationSettings
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.federation.uploads import UploadTransform
 from lightning_fcl.federation.wire import Compression
@@ -37,23 +37,21 @@ from lightning_fcl.io.checkpoint import read_checkpoint
 from lightning_fcl.local.local_steps import LocalSteps
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.vectorized import StackedPrecision, flush_denormals
-from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_content import read_back, readable
-from lightning_fcl.simulation.client_steps import take_over_steps, take_step
-from lightning_fcl.simulation.counters import ClientCounters
-from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
-from lightning_fcl.simulation.hooks import FitHooks, TrainerLimits, common_batches
+from lightning_fcl.simulation.federation import Federation, require_begun, warn_of_own_entries
+from lightning_fcl.simulation.fit import begin_fit, take_over_steps
+from lightning_fcl.simulation.hooks import FitHooks, common_batches
 from lightning_fcl.simulation.limits import (
     check_module,
     check_parts,
     check_ranks,
     check_settings,
     check_trainer,
-    require_begun,
 )
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.round_progress import RoundProgress
 from lightning_fcl.simulation.simulated import begin_schedule
 
 
@@ -147,21 +145,13 @@ class FederatedStrategy(RanksStrategy):
         )
         server = new_server(store, client_weights, server_optimizer, transforms)
         one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
-        self.local_epochs, self.cohort_size, self.keep_optimizer = local_epochs, cohort_size, keep_optimizer
-        self.rules: Rules = reductions or {}
-        self.stops_unusable = on_unusable_round == "stop"
-        self.federation = Federation(self, server, drawn)
-        self.connected = False  # whether there is a Trainer with a module, in this process
-        self.local_steps = LocalSteps()
-        self.limits = TrainerLimits()
-        self.round: Round | None = None  # the one at hand; None before a fit
+        stops = on_unusable_round == "stop"
+        settings = FederationSettings(reductions or {}, local_epochs, cohort_size, keep_optimizer, stops, seed)
+        self.federation = Federation(settings, server, drawn)
         self.clients_at_once = 1
         self.why_one_at_a_time: Obstacle | None = None
-        self._seed = seed
         self.new_round: Callable[[Federation], Round] = Round
-        self._hooks = FitHooks(self)
-        self.schedules: list[LRSchedulerConfig] = []  # by step and by round, as a client's hooks see them
-        self.counters = ClientCounters(self)
+        self._hooks = FitHooks(self.federation)
         self._fits: list[Optimizer] = []  # those of the fit which has begun
         self._flushes = False  # whether numbers near 0 are 0 until the fit ends
         self._has_read_back = False  # whether the first checkpoint of the fit was read
@@ -170,7 +160,17 @@ class FederatedStrategy(RanksStrategy):
     @property
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
-        return self._seed if self._seed is not None else global_seed()
+        return self.federation.seed
+
+    @property
+    def settings(self) -> FederationSettings:
+        """The settings."""
+        return self.federation.settings
+
+    @property
+    def round(self) -> RoundProgress | None:
+        """The current round; None before a fit."""
+        return self.federation.progress
 
     @property
     def server(self) -> FederatedServer:
@@ -195,28 +195,30 @@ class FederatedStrategy(RanksStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        self.federation.ranks = self.ranks
         self.server.store.meet(self.ranks)
 
     def connect(self, model: L.LightningModule) -> None:
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
         check_parts(model.trainer)
-        self.connected = True
+        self.federation.lightning_module = model
         if self._hooks not in callbacks_of(model.trainer):
             callbacks_of(model.trainer).insert(0, self._hooks)
 
     def setup(self, trainer: L.Trainer) -> None:
         if type(self.precision_plugin) is Precision:
-            self.precision_plugin = StackedPrecision(lambda: self.federation.trainer)
+            federation = self.federation
+            self.precision_plugin = StackedPrecision(lambda: federation.local_trainer)
         super().setup(trainer)
         self._hooks.began, self._fits, self._has_read_back = False, [], False
         if trainer.state.fn == "fit":
             self._flushes = flush_denormals()
-            check_trainer(trainer)
+            check_trainer(trainer, self.federation)
             check_module(trainer.lightning_module)
             schedules = [settings_of(config.scheduler) for config in self.lr_scheduler_configs]
             self._hooks.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
-            take_over_steps(self, trainer)
+            take_over_steps(self.federation, trainer)
         else:
             warn_of_own_entries(self.federation)
 
@@ -236,7 +238,7 @@ class FederatedStrategy(RanksStrategy):
         Lightning skips it. Without this, what callbacks compute in ``on_train_end`` would be lost wherever a run was
         cut short behind its last checkpoint.
         """
-        if not self.connected:  # in the process that has launched others, which did the work
+        if self.federation.lightning_module is None:  # in the process that has launched others, which did the work
             super().teardown()
             return
         trainer = self.federation.module.trainer
@@ -245,8 +247,8 @@ class FederatedStrategy(RanksStrategy):
             trainer.fit_loop.on_run_start()
             trainer.fit_loop.on_run_end()
         if trainer.state.fn == "fit":
-            self.local_steps = LocalSteps()
-            self.limits.give_back()
+            self.federation.local_steps = LocalSteps()
+            self.federation.limits.give_back()
         if self._flushes:
             torch.set_flush_denormal(False)
             self._flushes = False
@@ -264,7 +266,7 @@ class FederatedStrategy(RanksStrategy):
             if self._fits != self.optimizers:
                 begin_fit(federation, self.optimizers, super().training_step)
                 self._fits = self.optimizers
-                self.clients_at_once = federation.trainer.clients_at_once
+                self.clients_at_once = federation.local_trainer.clients_at_once
                 self.why_one_at_a_time = federation.why_one_at_a_time
                 if self.new_round is Round:  # nodes of a deployment report in each round whether they can train
                     rounds = federation.module.trainer.max_epochs or 0
@@ -272,8 +274,8 @@ class FederatedStrategy(RanksStrategy):
                 begin_schedule(federation)
                 check_ranks(federation, self.ranks.number)
                 check_alike(self.ranks, fingerprint_of(federation))
-            self.round = self.new_round(federation)
-            return self.round
+            self._hooks.round = self.new_round(federation)
+            return self._hooks.round
         if self.federation.module.trainer.training:
             raise InvalidValueError(
                 f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}.",
@@ -284,20 +286,20 @@ class FederatedStrategy(RanksStrategy):
         return dataloader
 
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
-        """One step of a client, whose number is that among its batches in the round; or one of a whole cohort."""
+        """Train a client, or several in one vectorized step, on a batch. The number of the batch is the client's."""
         federation = self.federation
-        cohort, trainer = require_begun(federation.round.cohort, "a batch"), federation.module.trainer
+        cohort = require_begun(federation.round.cohort, "a batch")
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
-        trainer.accumulate_grad_batches = 1
+        federation.module.trainer.accumulate_grad_batches = 1
         if cohort.last_batch:
-            self.local_steps.begin_last_batch()
-        with self.counters.client():
-            return federation.trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
+            federation.local_steps.begin_last_batch()
+        with federation.counters.client():
+            return federation.local_trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        trainer, counters, plugin = self.federation.trainer, self.counters, self.precision_plugin
-        module = self.federation.module
-        drawing = trainer.drawing() if isinstance(trainer, SequentialTrainer) else nullcontext()
+        federation, plugin = self.federation, self.precision_plugin
+        local_trainer, counters, module = federation.local_trainer, federation.counters, federation.module
+        drawing = local_trainer.drawing() if isinstance(local_trainer, SequentialTrainer) else nullcontext()
         with drawing, counters.totals():
             loss = plugin.pre_backward(closure_loss, module)
             with counters.client():  # `backward` may be the module's own, and activations may be computed once more
@@ -305,16 +307,31 @@ class FederatedStrategy(RanksStrategy):
             return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
-        with self.counters.totals():
-            return take_step(self, optimizer, closure, partial(super().optimizer_step, model=model, **kwargs))
+        """Step after the current batch, or accumulate its gradient. Clients without batches left do not change."""
+        federation = self.federation
+        with federation.counters.totals():
+            progress, local_steps = federation.round, federation.local_steps
+            cohort = require_begun(progress.cohort, "a batch")
+            federation.epoch_states.watch_metrics()
+            active = cohort.active
+            if local_steps.every > 1:
+                closure = local_steps.next(optimizer, closure, active, cohort.last_batch)
+                active = local_steps.active
+                if not local_steps.complete:
+                    return closure()
+            step = partial(super().optimizer_step, optimizer, closure, model=model, **kwargs)
+            result = federation.local_trainer.optimizer_step(step, active)
+            if local_steps.by_hand is not None:
+                return result
+            (own,) = federation.optimizers  # of a module that leaves its steps to Lightning
+            local_steps.stepped(own, optimizer)
+            if cohort.last_batch and not progress.cohorts:  # schedules by round step before the batch has ended
+                local_steps.end_schedules(own)
+            return result
 
-    def use_optimizer(self) -> None:
-        """Let Lightning step the optimizers of the clients at hand."""
-        own = self.federation.trainer.optimizer if self.federation.round.cohort is not None else None
-        wanted = [own] if own is not None else self.federation.optimizers
-        if self.optimizers != wanted:
-            self.optimizers = wanted
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.federation.ranks = self.ranks
 
     # Checkpoints.
 
@@ -325,7 +342,7 @@ class FederatedStrategy(RanksStrategy):
 
         A hook that saves one within a client's round saves the counters of all clients, too.
         """
-        with self.counters.totals():
+        with self.federation.counters.totals():
             trainer = self.federation.module.trainer
             checkpoint["global_step"] = trainer.global_step
             checkpoint["loops"]["fit_loop"] = trainer.fit_loop.state_dict()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +34,8 @@ from lightning_fcl.methods.declaration import Declaration, client_of
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.hook_calls import enter, leave
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +57,13 @@ class TrialSteps:
     do not take part.
 
     Args:
-        round: The round that begins.
+        federation: The federation, whose round begins.
         callbacks: The users' callbacks whose hooks run.
     """
 
-    def __init__(self, round: Round, callbacks: Sequence[Callback]) -> None:
-        self._round, self._federation = round, round.federation
-        self._module, self._trainer = round.federation.module, round.federation.module.trainer
+    def __init__(self, federation: Federation, callbacks: Sequence[Callback]) -> None:
+        self._federation, self._progress = federation, federation.round
+        self._module, self._trainer = federation.module, federation.module.trainer
         self._methods = [callback for callback in callbacks if isinstance(callback, Declaration)]
         self._driver = [MethodDriver(self._methods)] if self._methods else []
         self._callbacks = [*callbacks, *self._driver]
@@ -74,7 +74,7 @@ class TrialSteps:
     def _chosen(self) -> list[tuple[str, IntArray, str]]:
         """Return two clients with their samples, and the part that these are of."""
         plan = self._federation.stream.plan
-        rows = {client: own for client, own in plan.train[self._round.number].items() if len(own)}
+        rows = {client: own for client, own in plan.train[self._progress.number].items() if len(own)}
         most = sorted(rows, key=lambda client: -len(rows[client]))[:2]
         found = [(client, rows[client], "train") for client in most]
         if not found and len(plan.test):  # the server of a deployment has no other samples
@@ -107,7 +107,7 @@ class TrialSteps:
             finally:
                 if scaling:
                     plugin.load_state_dict(scaling)
-                federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
+                federation.local_steps.end_round(federation.optimizers, whole=False)
                 for optimizer, state in zip(federation.optimizers, states, strict=True):
                     optimizer.state.clear()
                     optimizer.state.update(state)
@@ -119,13 +119,13 @@ class TrialSteps:
     def _in_trial(self) -> Iterator[None]:
         """Let the Trainer and the federation have the parts of the trial."""
         trainer: Any = self._trainer
-        federation, round = self._federation, self._round
-        assert isinstance(federation.trainer, SequentialTrainer)
+        federation, progress = self._federation, self._progress
+        assert isinstance(federation.local_trainer, SequentialTrainer)
         kept = trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches
-        local, cohort, cohorts = federation.trainer, round.cohort, round.cohorts
+        local, cohort, cohorts = federation.local_trainer, progress.cohort, progress.cohorts
         trainer.callbacks, trainer.profiler = self._callbacks, PassThroughProfiler()
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-        federation.trainer = local.with_methods(self._methods)
+        federation.local_trainer = local.with_methods(self._methods)
         try:
             for driver in self._driver:
                 driver.setup(trainer, self._module, "fit")
@@ -136,7 +136,7 @@ class TrialSteps:
             for method in self._methods:
                 method.client = None
             trainer.callbacks, trainer.loggers, trainer.profiler, trainer.accumulate_grad_batches = kept
-            federation.trainer, round.cohort, round.cohorts = local, cohort, cohorts
+            federation.local_trainer, progress.cohort, progress.cohorts = local, cohort, cohorts
 
     def _read(self) -> list[list[Batch]]:
         """Read the batches of each client."""
@@ -167,23 +167,25 @@ class TrialSteps:
 
     def train(self, row: int) -> State:
         """Train a client as the first one of a round, and return its state of the module."""
-        federation, module, number = self._federation, self._module, self._round.number
+        federation, module, number = self._federation, self._module, self._progress.number
         restore = self._note_counts()
         name = self._clients[row][0]
         part = federation.stream.client_round(name, number)
         clients = ClientRounds.of([part])
         index = np.arange(_STEPS * _SAMPLES).reshape(1, _STEPS, _SAMPLES)
         lengths = np.full((1, _STEPS), _SAMPLES)
-        cohort = Cohort(federation, clients, None, np.ones(1, dtype=np.int64), np.full(1, _STEPS), index, lengths)
+        local, epochs = (federation.local_trainer, federation.local_steps.every), np.ones(1, dtype=np.int64)
+        cohort = Cohort(federation, *local, clients, None, epochs, np.full(1, _STEPS), index, lengths)
         start_randomness(federation.seed, name, number)
         memories = [m.on_download(client_of(m, module, {}, self._state, part)) for m in self._methods]
-        federation.strategy.local_steps.begin(federation.optimizers)
+        federation.local_steps.begin(federation.optimizers)
         self._loose.put_back()
         cohort.received = [self._state]
-        self._round.cohort, self._round.cohorts = cohort, type(self._round.cohorts)([cohort])
-        federation.trainer.begin(clients, [self._state], [memories], [{}])
-        counters = federation.strategy.counters
-        counters.begin(self._trainer, cohort)
+        self._progress.cohort, self._progress.cohorts = cohort, deque([cohort])
+        federation.local_trainer.begin(clients, [self._state], [memories], [{}])
+        counters = federation.counters
+        counters.begin(self._trainer, cohort, federation.local_steps, federation.optimizers)
+        enter(self._trainer, counters)
         try:
             for cohort.step, batch in enumerate(self._batches[row]):
                 self._step(batch, cohort.step)
@@ -193,6 +195,7 @@ class TrialSteps:
                         listener.on_client_end(self._trainer, module, part)
         finally:
             counters.end()
+            leave(self._trainer)
             restore()
         return {name: value.detach().clone() for name, value in entries(module).items()}
 
@@ -202,7 +205,7 @@ class TrialSteps:
         batch = trainer.precision_plugin.convert_input(copy.deepcopy(samples))
         batch = transfer_batch(trainer, batch, RunningStage.TRAINING)
         trainer.accumulate_grad_batches = 1
-        if not self._federation.strategy.local_steps.first:
+        if not self._federation.local_steps.first:
             trainer.accumulate_grad_batches = number + 1
         self._call("on_train_batch_start", batch, number)
         given = {"batch": batch}
@@ -215,7 +218,7 @@ class TrialSteps:
         self._call("on_train_batch_end", output, batch, number)
 
     def _call(self, hook: str, *args: Any) -> None:
-        with self._federation.strategy.counters.client():
+        with self._federation.counters.client():
             for callback in self._callbacks:
                 getattr(callback, hook)(self._trainer, self._module, *args)
             getattr(self._module, hook)(*args)

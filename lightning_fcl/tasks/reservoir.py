@@ -145,7 +145,7 @@ class ReservoirTask(RidgeTask):
                 hint="Leave them out.",
                 argument="swarm",
             )
-        return ReservoirTrainer(self, federation.strategy.cohort_size)
+        return ReservoirTrainer(self, federation.settings.cohort_size)
 
     @property
     def local_models(self) -> bool:

@@ -218,15 +218,15 @@ class RidgeTask(Task):
 
     def local_trainer(self, federation: RunsFederation, shaping: Sequence[str]) -> RidgeTrainer:
         """The trainer of the readouts of many clients; what a federation cannot do with sums is refused."""
-        name, strategy, rules = type(self).__name__, federation.strategy, federation.strategy.rules
-        if strategy.local_epochs != 1:
+        name, settings, rules = type(self).__name__, federation.settings, federation.settings.rules
+        if settings.local_epochs != 1:
             raise InvalidValueError(
                 f"Expected the strategy's `local_epochs` to be 1 for a `{name}`, whose readout takes one pass, but "
-                f"got {strategy.local_epochs}.",
+                f"got {settings.local_epochs}.",
                 hint="Leave `local_epochs` out. To adapt the reservoir for more passes, use "
                 "`IntrinsicPlasticity(local_epochs=...)`.",
                 argument="local_epochs",
-                value=strategy.local_epochs,
+                value=settings.local_epochs,
             )
         if reductions_of(self, rules) != reductions_of(self):
             raise InvalidValueError(
@@ -251,7 +251,7 @@ class RidgeTask(Task):
                 hint="Override `pairs` instead.",
                 argument=name,
             )
-        return RidgeTrainer(self, strategy.cohort_size)
+        return RidgeTrainer(self, settings.cohort_size)
 
     @property
     def local_models(self) -> bool:

@@ -152,7 +152,7 @@ def continuation(checkpoint: Mapping[str, Any], parts: RecipeParts, first: bool)
     """
     key, kept = _federation(checkpoint)
     methods = {method.state_key: method for method in parts.callbacks if isinstance(method, Method)}
-    reductions = [*reductions_of(parts.model, parts.strategy.rules).values()]
+    reductions = [*reductions_of(parts.model, parts.strategy.settings.rules).values()]
     reductions += [resolve(name, rule) for method in methods.values() for name, rule in method.reductions.items()]
     if any(isinstance(reduction, Sum) for reduction in reductions):
         stream, owners = parts.datamodule, defaultdict(set)

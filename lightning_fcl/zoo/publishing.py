@@ -186,7 +186,7 @@ def publish(
 def _energy(parts: RecipeParts, shape: Sequence[int]) -> dict[str, float]:
     """What learning a sample costs a microcontroller, where each layer can be counted."""
     with suppress(ValueError):
-        report = device_report(parts.model, shape, reductions=parts.strategy.rules)
+        report = device_report(parts.model, shape, reductions=parts.strategy.settings.rules)
         if not report["uncounted"]:
             return {ENERGY: report["energy_mj"] / report["samples"]}
     return {}
@@ -196,7 +196,7 @@ def _private(parts: RecipeParts) -> bool:
     """Whether part of the network stays with the clients, or what it says depends on a task that no sample tells."""
     if isinstance(parts.model, Classifier) and parts.model.task_incremental:
         return True
-    reductions = reductions_of(parts.model, parts.strategy.rules)
+    reductions = reductions_of(parts.model, parts.strategy.settings.rules)
     return any(reduction.own and name.startswith("model.") for name, reduction in reductions.items())
 
 

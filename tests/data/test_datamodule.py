@@ -397,7 +397,7 @@ def test_cohorts_go_on_where_the_data_module_has_no_hooks(quiet):
     def fit(module, size):
         trainer = trainer_of(quiet, strategy=FederatedStrategy(seed=0, cohort_size=size))
         trainer.fit(classifier(), datamodule=stream_of(module, partition=IID(2)))
-        return trainer.strategy.federation.trainer
+        return trainer.strategy.federation.local_trainer
 
     loaders = [DataLoader(Subset(WHOLE, part), 8) for part in (range(40), range(40, 64))]
     assert isinstance(fit(Loaders(*loaders), "auto"), VectorizedTrainer)

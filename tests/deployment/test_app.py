@@ -71,7 +71,7 @@ def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
     assert [type(callback).__name__ for callback in made.callbacks] == ["FLwF2T"]
     assert made.callbacks[0].hparams() == parsed.callbacks[0].hparams()
     assert made.stream.batch_size == parsed.datamodule.batch_size
-    assert made.strategy.local_epochs == parsed.strategy.local_epochs
+    assert made.strategy.settings.local_epochs == parsed.strategy.settings.local_epochs
 
 
 def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(tmp_path):

@@ -152,7 +152,7 @@ def test_a_recipe_names_it():
     code = {"class_path": "lightning_fcl.federation.wire.TopK", "init_args": {"fraction": 0.2}}
     given = {"reductions": {"model.0.*": "none", "model.1.*": krum}, "compression": code}
     strategy = parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy
-    assert strategy.rules == {"model.0.*": "none", "model.1.*": Krum(2)}
+    assert strategy.settings.rules == {"model.0.*": "none", "model.1.*": Krum(2)}
     assert strategy.server.pipeline.codec.hparams() == TopK(0.2).hparams()
 
 

@@ -150,7 +150,7 @@ def both(fit):
             strategy = trainer.strategy
             beside = expected and size != 1
             assert (strategy.clients_at_once > 1) == beside == (strategy.why_one_at_a_time is None)
-            assert isinstance(strategy.federation.trainer, StepTrainer) == beside
+            assert isinstance(strategy.federation.local_trainer, StepTrainer) == beside
             states.append({name: value.clone() for name, value in task.state_dict().items()})
             logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
         return states, logs

@@ -78,7 +78,7 @@ def test_a_loss_that_reads_the_number_trains_one_client_at_a_time(fit, assert_sa
     """Else clients side by side would be given that of the one that has most."""
     auto, alone = Scaled(), Scaled()
     trainer = fit(auto, stream_of(a=24, b=9))
-    assert trainer.strategy.federation.trainer.clients_at_once == 1
+    assert trainer.strategy.federation.local_trainer.clients_at_once == 1
     fit(alone, stream_of(a=24, b=9), cohort_size=1)
     assert_same(auto, alone)
 

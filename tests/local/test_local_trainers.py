@@ -48,7 +48,7 @@ class LeastSquares(L.LightningModule):
     def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> LocalTrainer:
         if shaping:
             raise ValueError(f"Expected no method that adds to a loss but got {shaping}.")
-        size = federation.strategy.cohort_size
+        size = federation.settings.cohort_size
         return NormalEquations(self, 2 if size == "auto" else size)
 
     def on_after_aggregation(self) -> None:
@@ -108,7 +108,7 @@ def test_sums_of_closed_form_clients_are_the_pooled_solution(fit, make_stream, e
     trainer = fit(task, stream, cohort_size=cohort_size)
     rows = np.concatenate([rows for current in stream.plan.train for rows in current.values()])
     np.testing.assert_allclose(task.weight.detach(), solution(stream, rows), atol=1e-9)
-    local = trainer.strategy.federation.trainer
+    local = trainer.strategy.federation.local_trainer
     assert type(local) is NormalEquations and local.clients_at_once == (2 if cohort_size == "auto" else cohort_size)
     assert local.began == local.finished == sum(len(current) for current in stream.plan.train)
 
@@ -161,7 +161,7 @@ def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_ta
         memories.append(
             {f"{c}.{n}": v.float() for c in "023" for n, v in federation.server.store.memory(c, "Anchored").items()}
         )
-        sizes.append(federation.trainer.clients_at_once)
+        sizes.append(federation.local_trainer.clients_at_once)
         assert not federation.server.store.memory("1", "Anchored")
     assert sizes[0] == 1 and sizes[1] > 1
     for one, other in (states, memories):
@@ -173,4 +173,4 @@ def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_ta
 
 def test_a_user_s_own_method_that_listens_to_batches_trains_one_by_one(fit, make_stream, make_task):
     trainer = fit(make_task(), make_stream(), [Listening()], max_epochs=1)
-    assert trainer.strategy.federation.trainer.clients_at_once == 1
+    assert trainer.strategy.federation.local_trainer.clients_at_once == 1

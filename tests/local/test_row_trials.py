@@ -22,8 +22,8 @@ from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
 from lightning_fcl.models import MLP
-from lightning_fcl.simulation import federation as fits
-from lightning_fcl.simulation.limits import choose_trainer
+from lightning_fcl.simulation import fit as fits
+from lightning_fcl.simulation.trainer_choice import choose_trainer
 
 CLASSES = 6
 SEEDS = 6
@@ -286,7 +286,7 @@ def in_two_ways(fit, make, methods=list, **options):
         strategy = fit(task, stream_of(), methods(), cohort_size=size, seed=0, local_epochs=2, **options).strategy
         states.append(task.state_dict())
     distance = max(float((states[0][name] - states[1][name]).abs().max()) for name in states[0])
-    return distance, type(strategy.federation.trainer), strategy.why_one_at_a_time
+    return distance, type(strategy.federation.local_trainer), strategy.why_one_at_a_time
 
 
 @pytest.mark.seconds

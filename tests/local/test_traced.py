@@ -51,7 +51,7 @@ def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callback
     task = Classifier(copy.deepcopy(model), 4, OPTIMIZERS[optimizer])
     stream = make_stream(partition="dirichlet", clients=7, rounds_per_experience=3)
     trainer = fit(task, stream, callbacks, cohort_size=4, local_epochs=3, seed=0)
-    steps = trainer.strategy.federation.trainer._traced
+    steps = trainer.strategy.federation.local_trainer._traced
     return task.state_dict(), sum(step.traced for step in steps.values())
 
 

@@ -43,7 +43,7 @@ from lightning_fcl.local.own_step import StepTrainer
 from lightning_fcl.local.trial import why_not_padded
 from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.models import MLP
-from lightning_fcl.simulation.limits import automatic_size
+from lightning_fcl.simulation.trainer_choice import automatic_size
 
 pytestmark = pytest.mark.rounding
 
@@ -108,7 +108,7 @@ def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "au
         callbacks = [*METHODS[methods or "none"](), metrics]
         options = {"local_epochs": 2, **options}
         trainer = fit(task, make_stream(**stream), callbacks, cohort_size=size, seed=0, **options)
-        assert (trainer.strategy.federation.trainer.clients_at_once > 1) == (size != 1)
+        assert (trainer.strategy.federation.local_trainer.clients_at_once > 1) == (size != 1)
         loss = float(trainer.callback_metrics["train/loss"])
         results.append((task.state_dict(), {**metrics.record, "loss": loss}))
     return results
@@ -179,7 +179,7 @@ def test_a_non_finite_client_of_a_cohort_is_dropped_alone(fit, make_stream, make
 
 
 def clients_per_step(fit, stream, task, **options):
-    return fit(task, stream, max_epochs=1, **options).strategy.federation.trainer.clients_at_once
+    return fit(task, stream, max_epochs=1, **options).strategy.federation.local_trainer.clients_at_once
 
 
 def test_auto_chooses(fit, make_stream, make_task):
@@ -252,7 +252,7 @@ def in_two_ways(fit, make_stream, task):
         fit(own, make_stream(drop_last=True), cohort_size=size, seed=0)
         for own, size in zip(tasks, (1, "auto"), strict=True)
     ]
-    assert type(trainers[1].strategy.federation.trainer) is StepTrainer
+    assert type(trainers[1].strategy.federation.local_trainer) is StepTrainer
     losses = [float(trainer.callback_metrics["train/loss"]) for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     return [own.state_dict() for own in tasks]
@@ -288,7 +288,7 @@ def test_a_callback_that_looks_at_gradients_sees_one_client_at_a_time(fit, make_
 
     watch = Watch()
     trainer = fit(make_task(), make_stream(), [watch])
-    assert trainer.strategy.federation.trainer.clients_at_once == 1
+    assert trainer.strategy.federation.local_trainer.clients_at_once == 1
     assert len(watch.norms) == trainer.global_step
     assert all(norm > 0 for norm in watch.norms)
     with raises(InvalidValueError, "cohort_size"):
@@ -408,7 +408,7 @@ def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, method
         task = make_task(model=model)
         stream = make_stream(partition="dirichlet", clients=7)
         trainer = fit(task, stream, METHODS[methods](), cohort_size=size, seed=0)
-        assert (trainer.strategy.federation.trainer.clients_at_once > 1) == (size != 1)
+        assert (trainer.strategy.federation.local_trainer.clients_at_once > 1) == (size != 1)
         states.append(task.state_dict())
     assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
 
@@ -496,4 +496,4 @@ def test_another_fit_chooses_anew_and_finds_no_hooks_of_the_first(fit, make_stre
     trainer = fit(task, make_stream(), [FedProx(0.5)], cohort_size=3)
     trainer.fit_loop.max_epochs = trainer.current_epoch
     trainer.fit(task, datamodule=make_stream())
-    assert trainer.strategy.federation.trainer.clients_at_once == 3
+    assert trainer.strategy.federation.local_trainer.clients_at_once == 3

@@ -215,7 +215,7 @@ def test_sequential_training_draws_the_same_as_vectorized(fit, make_stream, make
         stream = make_stream(**words) if kind != "dataset" else drawing_stream(num_workers=number)
         methods = [ICaRL(8), Replay(9, transform=noise)] if kind == "arrays" else [Replay(9, transform=noise)]
         trainer = fit(task, stream, methods, cohort_size=size, local_epochs=2, seed=0)
-        trainers.append(type(trainer.strategy.federation.trainer))
+        trainers.append(type(trainer.strategy.federation.local_trainer))
         made.append(bits(noise.made))
         states.append(task.state_dict())
     assert trainers == [SequentialTrainer, StepTrainer if kind == "own step" else VectorizedTrainer]

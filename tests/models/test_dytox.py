@@ -181,6 +181,6 @@ def test_without_its_method_it_is_a_model_as_any(fit, cohort_size):
     position, token = model.position.clone(), model.tokens[0].detach().clone()
     task = Classifier(model, 6, lambda params: torch.optim.SGD(params, lr=0.1), task_incremental=True)
     trainer = fit(task, stream, cohort_size=cohort_size, seed=0)
-    assert trainer.strategy.federation.trainer.clients_at_once == cohort_size
+    assert trainer.strategy.federation.local_trainer.clients_at_once == cohort_size
     assert torch.equal(model.position, position) and not model.learnt.any()
     assert not torch.equal(model.tokens[0], token)

@@ -92,7 +92,7 @@ def test_side_by_side_is_one_at_a_time(fit, make_stream, make_task):
     tasks = [make(make_task), make(make_task)]
     for task, size in zip(tasks, (1, 3), strict=True):
         trainer = fit(task, make_stream(partition="dirichlet"), cohort_size=size)
-        assert trainer.strategy.federation.trainer.clients_at_once == size
+        assert trainer.strategy.federation.local_trainer.clients_at_once == size
     for name, value in tasks[0].state_dict().items():
         torch.testing.assert_close(tasks[1].state_dict()[name], value, rtol=0, atol=1e-5)
 

@@ -633,7 +633,7 @@ def test_side_by_side_a_client_sends_what_it_sends_alone(fit, model, side_by_sid
         torch.manual_seed(0)
         watch, task = Uploads(), Classifier(model(), 4, lambda params: torch.optim.SGD(params, lr=0.1))
         trainer = fit(task, stream_of(clients), [watch], seed=0, local_epochs=2, cohort_size=cohort_size)
-        return watch.of, trainer.strategy.federation.trainer.clients_at_once
+        return watch.of, trainer.strategy.federation.local_trainer.clients_at_once
 
     (alone, _), (among, number) = uploads("b", 1), uploads("abc", "auto")
     torch.testing.assert_close(alone["b"], among["b"], rtol=0, atol=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 
 ROOT = Path(__file__).parents[2]
 BEFORE = {"state_dict": {"weight": torch.arange(4.0)}}
@@ -18,7 +18,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from lightning_fcl.simulation.checkpoint import WholeCheckpointIO
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 if sys.argv[2] == "while it is written":
     write = Path.write_bytes
     def half(path, data):

@@ -434,7 +434,7 @@ def test_an_error_in_a_client_s_hook_leaves_the_counters_of_the_round_before(fit
         trainer.fit(Base(), datamodule=stream_of("ab", rounds=2))
     assert trainer.global_step == trainer.fit_loop.total_batch_idx + 1 == 12 and not TRAINING
     assert (trainer.max_steps, trainer.accumulate_grad_batches) == (-1, 2)
-    assert not (trainer.strategy.shows_one_process or trainer.strategy.counters.shown)
+    assert not (trainer.strategy.shows_one_process or trainer.strategy.federation.counters.shown)
 
 
 def test_another_trainer_in_a_client_s_hook_has_counters_of_its_own(fit):

@@ -21,7 +21,7 @@ from lightning_fcl.callbacks import EWC, Replay
 from lightning_fcl.data.scenarios import ClassIncremental, Stationary
 from lightning_fcl.data.split import Split
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
-from lightning_fcl.simulation import cohort
+from lightning_fcl.simulation import planning
 
 
 class Counts(Callback):
@@ -202,7 +202,7 @@ def test_clients_whose_batches_are_planned_at_once_have_those_of_their_own_plan(
 ):
     seen = []
     for together in (1, 10**6):
-        monkeypatch.setattr(cohort, "_PLANNED", together)
+        monkeypatch.setattr(planning, "_PLANNED", together)
         task, stream = make_task(), make_stream(partition="dirichlet", clients=6, rounds_per_experience=2)
         seen.append(Batches())
         options = {"cohort_size": 1, "local_epochs": 2, "trainer_args": {"limit_train_batches": 0.7}}

@@ -81,7 +81,7 @@ def test_it_is_the_hand_written_fedavg(fit, outputs, cohort_size):
     stream, task = make(outputs), regressor(outputs)
     start = copy.deepcopy(task)
     trainer = fit(task, stream, cohort_size=cohort_size, seed=0)
-    assert (trainer.strategy.federation.trainer.clients_at_once > 1) == (cohort_size == "auto")
+    assert (trainer.strategy.federation.local_trainer.clients_at_once > 1) == (cohort_size == "auto")
     torch.testing.assert_close(dict(task.state_dict()), fedavg(start, stream), rtol=0, atol=1e-6)
 
 

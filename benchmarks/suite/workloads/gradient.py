@@ -105,7 +105,7 @@ class Gradient:
         import lightning.pytorch as L
 
         from lightning_fcl import FederatedStrategy
-        from lightning_fcl.simulation.limits import automatic_size
+        from lightning_fcl.simulation.trainer_choice import automatic_size
 
         cohort_size = "auto"
         if devices > 1:  # two cohorts for each rank, at least

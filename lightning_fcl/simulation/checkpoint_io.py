@@ -1,0 +1,73 @@
+"""Reading and writing of checkpoint files, by atomic writes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities import cloud_io
+
+from lightning_fcl.evaluation.results import RecordFile
+from lightning_fcl.io.atomic import write_whole
+from lightning_fcl.io.reading import open_file
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and renames it there.
+
+    Lightning's moves it there from the system's temporary folder. That may be on another disk: then a move is a copy,
+    which a kill or a full disk leaves half-written. What is no path of this machine, as ``s3://...``, is left to it.
+
+    Below the folder of a run, which has a record in a file, a checkpoint holds no record, but how far that file went.
+
+    Args:
+        run: The folder of the run; None: there is none, and each checkpoint holds its record.
+    """
+
+    def __init__(self, run: Path | None = None) -> None:
+        super().__init__()
+        self._record = RecordFile(run.resolve()) if run is not None else None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if _is_remote(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        file = Path(path)
+        if self._record is not None and file.resolve().parent.parent == self._record.path.parent:
+            checkpoint = _with_records(checkpoint, "rounds", self._record.extend)
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, content.getvalue())
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
+        """Load a checkpoint with the record of the run that the checkpoint is of."""
+        if _is_remote(path):
+            return super().load_checkpoint(path, *arguments, **options)
+        with open_file(path) as opened:
+            checkpoint = cloud_io._load(opened, *arguments, **options)
+        file, own = RecordFile(Path(path).resolve().parents[1]), self._record
+        return _with_records(checkpoint, "sha256", (own if own and own.path == file.path else file).read)
+
+
+def _is_remote(path: object) -> bool:
+    """Return whether a path is a URL, such as ``s3://bucket/last.ckpt``, and no path of this machine."""
+    return len(urlparse(str(path)).scheme) > 1
+
+
+def _with_records(checkpoint: Any, sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A checkpoint with the records of callbacks changed, those that hold what ``sign`` says."""
+    states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
+    if not isinstance(states, dict):
+        return checkpoint
+    changed = {
+        name: {**state, "record": change(state["record"])}
+        for name, state in states.items()
+        if isinstance(state, dict) and isinstance(state.get("record"), dict) and sign in state["record"]
+    }
+    return {**checkpoint, "callbacks": {**states, **changed}}

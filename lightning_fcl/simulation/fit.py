@@ -1,0 +1,128 @@
+"""The start of a fit of a federation."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as L
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_fcl.data.reading_check import prepare_reading
+from lightning_fcl.errors import InvalidValueError, listed, warn_of_one
+from lightning_fcl.federation.local_training import BringsLocalTrainer
+from lightning_fcl.federation.placement import Placement
+from lightning_fcl.local.local_steps import LocalSteps
+from lightning_fcl.local.single_sample import has_single_samples, why_not_single_sample
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import overriding
+from lightning_fcl.methods.trial import first_rows
+from lightning_fcl.simulation.epoch_states import EpochStates
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.limits import check_stream
+from lightning_fcl.simulation.trainer_choice import choose_trainer
+
+log = logging.getLogger(__name__)
+
+
+def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
+    """Choose who trains the clients of a fit, when its loaders are made.
+
+    Args:
+        federation: The federation.
+        optimizers: The module's optimizers.
+        step: Lightning's own training step.
+    """
+    trainer, stream, server, ranks = (
+        federation.module.trainer,
+        federation.stream,
+        federation.server,
+        federation.ranks,
+    )
+    federation.optimizers, federation.methods = optimizers, methods_of(trainer)
+    federation.isolation = None
+    federation.participation.seed, federation.epoch_states = federation.seed, EpochStates(ranks)
+    check_stream(trainer, stream)
+    if (rows := first_rows(stream)) is not None:
+        prepare_reading(stream.samples, rows, stream.seed, warn=ranks.rank == 0)
+    named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
+    server.check_clients(stream.plan.clients, [*named, *federation.participation.named])
+    federation.participation.check_rounds(stream.plan.rounds)
+    announce_participation(federation)
+    server.store.keep_pixels(stream.samples.pixels)
+    server.seed = federation.seed
+    server.senders = [method.section for method in overriding(federation.methods, "message")]
+    server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
+    federation.local_trainer, federation.why_one_at_a_time = choose_trainer(federation, step)
+    choose_min_batch_size(federation, optimizers)
+    if federation.placement is None or federation.placement.ranks is not ranks:
+        federation.placement = Placement(ranks, stream.plan.clients, server.store)
+
+
+def choose_min_batch_size(federation: Federation, optimizers: Sequence[Optimizer]) -> None:
+    """Let batches have at least two samples if some have one and the module cannot train on one.
+
+    A last batch of one sample then joins the batch before it, and a client with one sample in a round is skipped.
+
+    Args:
+        federation: The federation.
+        optimizers: The module's optimizers; empty while they are made.
+
+    Raises:
+        ValueError: If all batches have one sample.
+    """
+    module, stream = federation.module, federation.stream
+    tried = has_single_samples(stream) and not isinstance(module, BringsLocalTrainer)
+    why = why_not_single_sample(module, optimizers, stream) if tried else None
+    stream.min_batch_size = federation.participation.min_samples = 1 if why is None else 2
+    if why is None:
+        return
+    if stream.batch_size == 1:
+        raise InvalidValueError(
+            f"Expected `batch_size` to be at least 2 for `{type(module).__name__}`, which cannot train on a batch of "
+            f"one sample ({why}), but got 1.",
+            hint="Use `batch_size=2` or more.",
+            argument="batch_size",
+        )
+    rounds = stream.plan.different_rounds
+    single = [c for c in stream.plan.clients if any(len(current.get(c, ())) == 1 for current in rounds)]
+    if single and federation.ranks.rank == 0:
+        log.warning(
+            "`%s` cannot train on a batch of one sample (%s). Rounds in which a client has one sample are skipped for "
+            "this client: %s.",
+            type(module).__name__,
+            why,
+            listed(single),
+        )
+
+
+def announce_participation(federation: Federation) -> None:
+    """Log how many clients train in a round. Warn if their number is the integer 1, which is not the share 1.0."""
+    clients, participation = len(federation.stream.plan.clients), federation.participation
+    described = participation.describe(clients)
+    rank_zero_info(f"Federation: {described}")
+    if clients > 1:
+        warn_of_one("participation", participation.clients, described, "all clients")
+
+
+def take_over_steps(federation: Federation, trainer: L.Trainer) -> None:
+    """Accumulate gradients, and step schedulers by step, within a client. Lightning would do so across clients."""
+    schedules, module, counters = trainer.strategy.lr_scheduler_configs, federation.module, federation.counters
+    by_step = [config for config in schedules if config.interval == "step"]
+    by_round = [config for config in schedules if config.interval != "step"]
+    counters.schedules, trainer.strategy.lr_scheduler_configs = schedules, by_round
+
+    def step(scheduler: Any) -> None:
+        with counters.after_step():
+            module.lr_scheduler_step(scheduler, None)
+
+    by_hand = None if module.automatic_optimization else by_round
+    federation.local_steps = LocalSteps(trainer.accumulate_grad_batches, by_step, step, by_hand)
+    trainer.accumulate_grad_batches = 1
+    # A loader is a round, and rounds may be short and of different lengths: no reason to warn.
+    trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+    for known in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
+        warnings.filterwarnings("ignore", known)

@@ -1,0 +1,113 @@
+"""The choice of the local trainer: vectorized or sequential training of clients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_fcl.data.attached import refuse_transfer_hook
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
+from lightning_fcl.federation.obstacles import Obstacle, Reason
+from lightning_fcl.local.own_step import StepTrainer
+from lightning_fcl.local.sequential import SequentialTrainer
+from lightning_fcl.local.step_trial import why_not_by_step
+from lightning_fcl.local.trial import why_not_padded, why_not_side_by_side
+from lightning_fcl.local.vectorized import VectorizedTrainer
+from lightning_fcl.methods.client import Client, is_labelled
+from lightning_fcl.methods.declaration import shapes_loss
+from lightning_fcl.methods.replay import Replay
+from lightning_fcl.simulation.federation import Federation
+
+log = logging.getLogger(__name__)
+_LARGEST = 200_000  # parameters of a module whose clients train side by side
+_NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
+
+
+def choose_trainer(federation: Federation, step: Callable[..., Any]) -> tuple[LocalTrainer, Obstacle | None]:
+    """Return the local trainer of a federation's clients, and the obstacle to vectorized training, if there is one.
+
+    The module's own trainer comes first. Otherwise the choice is: vectorized training on padded batches, if the module
+    defines the loss of single samples and neither the module nor a method mixes samples; vectorized training with the
+    module's own step, without padding; sequential training.
+
+    Args:
+        federation: The federation.
+        step: Lightning's own training step.
+    """
+    module, stream, settings = federation.module, federation.stream, federation.settings
+    methods, optimizers, keep_optimizer = federation.methods, federation.optimizers, settings.keep_optimizer
+    for method in methods:
+        if method.needs.samples and not (isinstance(method, Replay) and method.buffer is None):
+            refuse_transfer_hook(module, stream, type(method).__name__)
+    if isinstance(module, BringsLocalTrainer):
+        return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, Client())]), None
+    if len(optimizers) > 1:
+        for method in methods:
+            if shapes_loss(method, Client()) or not method.vectorizable:
+                raise InvalidValueError(
+                    f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
+                    "`configure_optimizers` returned several.",
+                    hint=f"Leave `{type(method).__name__}` out.",
+                    argument="configure_optimizers",
+                    value=type(method).__name__,
+                )
+    if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise InvalidValueError(
+            "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True.",
+            hint="Leave it out.",
+            argument="keep_optimizer",
+            value=keep_optimizer,
+        )
+    wanted = None if settings.cohort_size == "auto" else settings.cohort_size
+    size = automatic_size(module) if wanted is None else wanted
+    if size == 1:
+        reason: Obstacle | None = Obstacle(Reason.COHORT_SIZE) if wanted else Obstacle(Reason.PARAMETERS, (_LARGEST,))
+    elif keep_optimizer:
+        reason = Obstacle(Reason.KEEP_OPTIMIZER)
+    else:
+        reason = why_not_side_by_side(module, methods, optimizers, stream)
+    padded = reason or why_not_padded(module, methods, optimizers[0], stream)
+    by_step = padded and (reason or why_not_by_step(module, methods, optimizers[0], stream))
+    if wanted is not None and any(why is not None and why.reason is Reason.RANDOM for why in (padded, by_step)):
+        log.warning("Random layers draw other numbers in vectorized training: the result will differ.")
+        padded, by_step = (None if why and why.reason is Reason.RANDOM else why for why in (padded, by_step))
+    if padded and by_step:
+        if size > 1 and wanted is not None:
+            raise InvalidValueError(
+                f'Expected `cohort_size=1` or "auto" but got {wanted}: {by_step}.',
+                hint="Leave `cohort_size` out.",
+                argument="cohort_size",
+                value=wanted,
+            )
+        if size > 1:
+            log.info("Clients of `%s` train sequentially, not vectorized: %s.", type(module).__name__, by_step)
+        return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step), by_step
+    if wanted is None:
+        samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))  # of most batches
+        with isolate_rng():  # a data set may draw a transform
+            batch = stream.samples.take(np.arange(1), "test")
+        numbers = samples * max(1, _numbers(batch[0] if is_labelled(batch) else batch))
+        size = min(size, max(2, _NUMBERS // numbers))
+    kind = StepTrainer if padded else VectorizedTrainer
+    return kind(module, methods, optimizers[0], size, federation.seed), None
+
+
+def automatic_size(module: L.LightningModule) -> int:
+    """Clients per vectorised step: small models gain most, those above `_LARGEST` nothing (see benchmarks)."""
+    parameters = sum(p.numel() for p in module.parameters())
+    return 1 if parameters > _LARGEST else max(2, min(1024, _NUMBERS // max(parameters, 1)))
+
+
+def _numbers(batch: Any) -> int:
+    """How many numbers there are in any nest of tensors."""
+    if isinstance(batch, Tensor):
+        return batch.numel()
+    return sum(map(_numbers, batch.values() if isinstance(batch, Mapping) else batch))
