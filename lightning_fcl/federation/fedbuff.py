@@ -271,13 +271,16 @@ class BufferedServer(FederatedServer):
         versions = [self._version_of(client) for client in clients]
         return {name: torch.stack([one.nothing(version[name]) for version in versions]) for name, one in of.items()}
 
-    def adjust(self, uploads: Uploads) -> None:
-        staleness, clients = self._staleness, uploads.clients.clients
-        for name in uploads.values if any(client in staleness for client in clients) else ():
+    def adjust(self, uploads: Uploads) -> bool:
+        clients = uploads.clients.clients
+        if not any(client in self._staleness for client in clients):
+            return False
+        for name in uploads.values:
             if name in self._learnt or uploads.are_updates:
                 pairs = zip(uploads.values[name], clients, strict=True)
                 rows = [self._brought_up(name, value, client, uploads.are_updates) for value, client in pairs]
                 uploads.values[name] = torch.stack(rows)
+        return True
 
     def _brought_up(self, name: str, value: Tensor, client: str, is_update: bool) -> Tensor:
         """Return a client's upload of an entry as if it had started with the server's present state.

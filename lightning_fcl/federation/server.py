@@ -299,8 +299,12 @@ class FederatedServer:
             if self.pipeline.transforms:
                 taken = self._check_decoded(uploads)
                 rows = [row for row, fine in enumerate(taken) if fine]
-            self.adjust(uploads)
+            adjusted = self.adjust(uploads)
             values = uploads.values
+            if adjusted and not self.pipeline.transforms:
+                sums = self.aggregator.sum_cohort(values, uploads.weights) if len(uploads) > 1 else {}
+            if self.aggregator.sums is not None:
+                values = {n: v if n in self.aggregator.sums.names else uploads.state(n) for n, v in values.items()}
         clients, weights = uploads.clients.clients, uploads.weights
         if len(rows) < len(uploads):
             values = {name: value[rows] for name, value in values.items()}
@@ -345,8 +349,9 @@ class FederatedServer:
             messages = Exchange(clients, partial(answers, transform))
             (transform.after_upload if after else transform.before_upload)(messages)
 
-    def adjust(self, uploads: Uploads) -> None:
-        """Change decoded uploads of clients that did not start with the server's present state."""
+    def adjust(self, uploads: Uploads) -> bool:
+        """Change decoded uploads of clients that started with an older state of the server. Return if there are any."""
+        return False
 
     def _origins(self, clients: Sequence[str]) -> State:
         """Return the values from which updates are measured, see `Uploads`."""

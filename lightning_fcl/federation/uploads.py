@@ -155,6 +155,14 @@ class Uploads:
             return self.codes[name].decoded()
         return self.values[name] if self.are_updates else difference(self.values[name], self.origins[name])
 
+    def state(self, name: str) -> Tensor:
+        """Return the states of an entry that is not encoded, shape (clients, ...)."""
+        value = self.values[name]
+        if not self.are_updates:
+            return value
+        origin = self.origins[name]
+        return (origin.to(value.dtype) + value).to(origin.dtype)
+
     def set_update(self, name: str, update: Tensor) -> None:
         """Replace the updates of an entry that is not encoded."""
         self.values[name] = update if self.are_updates else self.origins[name] + update
