@@ -35,6 +35,7 @@ from lightning_fcl.local.local_steps import client_steps
 from lightning_fcl.methods.compose import check_compatible, check_needs
 from lightning_fcl.methods.dytox import _task_of
 from lightning_fcl.methods.episodic import finite_pairs
+from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.plasticity import IntrinsicPlasticity
 from lightning_fcl.methods.sample_gradients import gradients_of_samples
 from lightning_fcl.models import MLP, DyTox
@@ -56,6 +57,29 @@ def fit_plain(lab, callbacks, data=None, task=None):
     loader = DataLoader(data or pairs(), batch_size=6)
     trainer = L.Trainer(max_epochs=1, callbacks=callbacks, **lab.quiet)
     trainer.fit(task or mlp(), loader)
+    return has_rounds(trainer)
+
+
+class TwoEpochs(Method):
+    def local_epochs(self, client):
+        return 2
+
+
+class Personal(Method):
+    def personalize(self, client, state):
+        return state
+
+
+def fit_local_epochs(lab, stream):
+    if not stream:
+        return fit_plain(lab, [TwoEpochs()])
+    return fit_personal(lab, "auto", method=TwoEpochs())
+
+
+def fit_personal(lab, strategy, has_method=True, method=None):
+    stream, methods = small_stream(clients=1), [method or Personal()] if has_method else []
+    trainer = L.Trainer(strategy=strategy, max_epochs=1, callbacks=methods, **lab.quiet)
+    trainer.fit(mlp(), datamodule=stream)
     return has_rounds(trainer)
 
 
@@ -221,6 +245,21 @@ ROWS |= {
         {"size": 0.5},
         {"size": 200},
         "Pass a whole number, such as `max_size=200`.",
+    ),
+    "local epochs on loaders of a plain Trainer": Row(
+        lambda lab, **data: fit_local_epochs(lab, **data), {"stream": False}, {"stream": True}, "`FederatedStream`"
+    ),
+    "method of client models in a plain Trainer": Row(
+        lambda lab, strategy: fit_personal(lab, strategy),
+        {"strategy": "auto"},
+        {"strategy": "federated"},
+        'Use `strategy="federated"`',
+    ),
+    "method of client models in a plain Trainer, without it": Row(
+        lambda lab, **methods: fit_personal(lab, "auto", **methods),
+        {"has_method": True},
+        {"has_method": False},
+        "or remove",
     ),
     "replay of dicts in a plain Trainer": Row(
         lambda lab, make: fit_dicts(lab, make),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lightning_fcl.data.batches import Request
+from lightning_fcl.data.batches import Request, plan_client
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.data.reading_check import prepare_reading
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
@@ -55,6 +55,10 @@ class ClientLoader:
         if not self._began:
             prepare_reading(stream.samples, plan.train[round][client], stream.seed)
             self._began = True
-        batches = stream.batch_rows(client, round)
-        requests = (Request.of(rows, stream.seed, client, round, 0, step) for step, rows in enumerate(batches))
+        if stream.local_batches is not None:
+            yield from stream.local_batches(client, round)
+            return
+        rows = plan.train[round][client]
+        batches = plan_client(len(rows), stream.batching, stream.seed, client, round)
+        requests = (Request.of(rows[own], stream.seed, client, round, 0, step) for step, own in enumerate(batches))
         yield from stream.read(requests) if stream.samples.draws else (stream.take(one.rows) for one in requests)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, plan_client, read
+from lightning_fcl.data.batches import Batching, Collate, Loading, Request, Take, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of, refuse_hooks
@@ -110,6 +110,8 @@ class FederatedStream(L.LightningDataModule):
         self._seed = seed
         self._torn_down = False
         self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says
+        # Yields the batches of a client's round in a plain Trainer with methods.
+        self.local_batches: Callable[[str, int], Iterator[Any]] | None = None
         self.min_batch_size = 1  # the samples that a batch needs, which a federation finds out when a fit begins
         self.samples = Samples(torch.empty(0), EMPTY)
         self.y: IntArray = EMPTY  # the class of each sample, as the scenario numbers them, where targets are classes
@@ -299,11 +301,6 @@ class FederatedStream(L.LightningDataModule):
     def batching(self) -> Batching:
         """How a client's samples become batches."""
         return Batching(self.batch_size, self.shuffle, self.drop_last, min_size=self.min_batch_size)
-
-    def batch_rows(self, client: str, round: int) -> list[IntArray]:
-        """Return the numbers of the samples of each batch of a round in a plain Trainer."""
-        rows = self.plan.train[round][client]
-        return [rows[chosen] for chosen in plan_client(len(rows), self.batching, self.seed, client, round)]
 
     def has_same_samples(self, client: str, *rounds: int) -> bool:
         """Return whether a client has the same samples in two rounds."""

@@ -24,7 +24,7 @@ from lightning_fcl.local.user_code import (
 
 _LARGEST = 1_000_000  # numbers or items of a global variable: larger ones are taken for data
 # Attributes that Lightning gives callbacks, and this library its methods.
-_NO_STATE = frozenset({"log", "log_dict", "memory", "fits", "server_entries", "_client", "_federated"})
+_NO_STATE = frozenset({"log", "log_dict", "local", "_client"})
 
 
 class _Scope(MutableMapping[str, Any]):

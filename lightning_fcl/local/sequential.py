@@ -24,11 +24,10 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizers import group_values, optimizer_memory, restore_optimizer
 from lightning_fcl.library_errors import LibraryError, match_error
-from lightning_fcl.methods.client import Client, section
-from lightning_fcl.methods.declaration import Declaration, client_of
+from lightning_fcl.methods.client import section
+from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness
-from lightning_fcl.methods.replay_samples import DrawnSamples
 from lightning_fcl.randomness import Keys, keys_of, numbers
 
 
@@ -60,7 +59,6 @@ class SequentialTrainer:
         self._module, self._methods, self._optimizers, self._step = module, methods, optimizers, step
         self._keep_optimizer, self._seed = keep_optimizer, seed
         self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
-        self._clients: list[Client] = []  # the client that trains now, as each method sees it
         self._losses: list[Tensor] = []  # of the client's steps
         self._random = KeyedRandomness(torch.empty(0))  # what a step, and its backward pass, draw by
         self._draws = True  # whether steps of the client may draw: its first step tells
@@ -85,13 +83,7 @@ class SequentialTrainer:
             optimizer.state.clear()
             restore_optimizer(optimizer, section(optimizers[0], str(number)))
         if self._methods:
-            client_round = clients[0]
-            self._clients = [
-                client_of(method, self._module, memory, state, client_round)
-                for method, memory in zip(self._methods, memories[0], strict=True)
-            ]
-            drawn = DrawnSamples(self._methods, [self._clients], replay_keys(self._seed, [client_round]))
-            driver_of(self._module.trainer).begin(self._clients, drawn)
+            driver_of(self._module.trainer).begin(clients[0], state, memories[0], self._seed)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         if self._steps == 1:
@@ -132,7 +124,8 @@ class SequentialTrainer:
                 argument=new[0],
             )
         losses: list[float] = torch.cat([loss.flatten() for loss in self._losses]).tolist() if self._losses else []
-        finite = all(map(math.isfinite, losses)) and (not self._methods or bool(driver_of(self._module.trainer).finite))
+        driver = driver_of(self._module.trainer) if self._methods else None
+        finite = all(map(math.isfinite, losses)) and (driver is None or bool(driver.finite))
         kept: Memory | None = None
         if self._keep_optimizer:  # what the optimizers know, each below its number
             of_each = (optimizer_memory(*each) for each in zip(self._optimizers, self._begun, strict=True))
@@ -141,7 +134,7 @@ class SequentialTrainer:
             }
         return Trained(
             {name: value[None] for name, value in own.items()},
-            [[client.memory for client in self._clients]],
+            [driver.memories if driver is not None else []],
             own,
             kept,
             torch.tensor([finite]),

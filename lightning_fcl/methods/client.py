@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch, some_of
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
 from lightning_fcl.errors import InvalidStateError
@@ -18,7 +19,7 @@ from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.methods.functional import LossOf, OutputOf
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.randomness import global_seed, seed_of
 
 
 class Client:
@@ -73,7 +74,7 @@ class Client:
         self.may_end = True
         self._part, self._module, self._section, self._generator = part, module, section, generator
         self._history: SampleHistory | None = None
-        self._make_history: Callable[[], SampleHistory] | None = None
+        self._make_history: Callable[[], SampleHistory | None] | None = None
 
     @property
     def part(self) -> ClientRound:
@@ -118,7 +119,7 @@ class Client:
             self._history, self._make_history = self._make_history(), None
         return self._history
 
-    def set_history(self, make: Callable[[], SampleHistory]) -> None:
+    def set_history(self, make: Callable[[], SampleHistory | None]) -> None:
         """Let `history` be the result of ``make``, which is called when the history is first read."""
         self._make_history = make
 
@@ -143,13 +144,18 @@ class Client:
         return some_of(data, chosen.nonzero()[:, 0])
 
     @property
+    def seed(self) -> int:
+        """Seed of the draws of methods."""
+        if self.federation is not None:
+            return self.federation.seed
+        stream = None if self._module is None else stream_of(self._module.trainer)
+        return global_seed() if stream is None else stream.seed
+
+    @property
     def generator(self) -> torch.Generator:
         """Draws whatever is random when its round ends."""
         if self._generator is None:
-            part, federation = self.part, self.federation
-            seed = (
-                part.round if federation is None else seed_of(federation.seed, part.client, part.round, self._section)
-            )
+            seed = seed_of(self.seed, self.part.client, self.part.round, self._section)
             self._generator = torch.Generator().manual_seed(seed)
         return self._generator
 

@@ -14,9 +14,9 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import reductions_of
-from lightning_fcl.federation.protocol import federation_of, need_federation
+from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, federation_of, need_federation
 from lightning_fcl.methods.client import Client, Step
-from lightning_fcl.methods.declaration import Declaration, matches, overriding
+from lightning_fcl.methods.declaration import Declaration, matches, overrides, overriding
 from lightning_fcl.methods.functional import states_loss, trainable
 from lightning_fcl.methods.replay_samples import ClientOf
 
@@ -67,6 +67,8 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
         states_loss(module, f" for `{name}`")
     federation = need_federation(trainer, name, needs.federation) if needs.federation else None
     if federation is None:
+        if federation_of(trainer) is None:
+            _check_one_client(method, trainer)
         return
     weights = federation.server.client_weights
     if needs.uniform and weights != "uniform" and len(federation.stream.plan.clients) > 1:
@@ -98,6 +100,23 @@ def check_needs(method: Declaration, trainer: L.Trainer, module: L.LightningModu
                 argument="reductions",
                 value=name,
             )
+
+
+def _check_one_client(method: Declaration, trainer: L.Trainer) -> None:
+    """Raise ValueError if a method has functions that a plain Trainer, a federation of one client, does not call."""
+    functions = [name for name in ("personalize",) if overrides(method, name)]
+    functions += ["on_client_end"] if isinstance(method, ListensToClients) else []
+    functions += ["on_round_end"] if isinstance(method, ListensToRounds) else []
+    if trainer.world_size > 1:  # each process has a client with a share of the data
+        functions += [name for name in ("upload", "server_turn") if overrides(method, name)]
+    if functions:
+        name, of = type(method).__name__, f" in {trainer.world_size} processes" if trainer.world_size > 1 else ""
+        raise InvalidValueError(
+            f'Expected a Trainer with `strategy="federated"` for `{name}.{functions[0]}` but got a plain one{of}.',
+            hint=f'Use `strategy="federated"`, or remove `{name}`.',
+            argument="strategy",
+            value=name,
+        )
 
 
 def compose(
@@ -141,8 +160,8 @@ def predicting(module: L.LightningModule) -> Iterator[None]:
         yield
         return
     method = ruling[0]
-    server = federation.server.kept_for(method.section) if federation is not None else method.server_entries
-    server = server or method.server_state(module)
+    holder = federation or method.local
+    server = (holder.server.kept_for(method.section) if holder is not None else {}) or method.server_state(module)
 
     def rule(hooked: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return method.predict(server, module, args[0], output)

@@ -18,6 +18,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.client import Client, Server, Step
 from lightning_fcl.methods.functional import GradientOf
+from lightning_fcl.methods.local_federation import LocalFederation
 from lightning_fcl.methods.needs import Needs
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
@@ -34,11 +35,11 @@ ReplayTransform = Callable[[Any], Any]
 
 @dataclass(eq=False, init=False)
 class Declaration:
-    """A method as functions of a client: what it remembers then, or what becomes of its step or state.
+    """A method as functions of a client: its state at the start of a round, and changes of a step or of an upload.
 
-    Subclass `Method`, which Lightning takes for a callback. The functions run in a plain Trainer (a round is an epoch,
-    the server's model is the model at its start), in a federation one client at a time, and vectorised over a cohort of
-    clients. What one client's training leaves in the method itself, `begin` forgets.
+    Subclass `Method`, which Lightning takes for a callback. The functions run in a federation one client at a time,
+    vectorized over clients, and in a plain Trainer, which is a federation of one client: a round is an epoch. `begin`
+    resets what the training of one client leaves in the method itself.
 
     A subclass is a dataclass whose fields are its arguments, checked as `lightning_fcl.errors.argument` declares them,
     or has a constructor of its own.
@@ -86,13 +87,11 @@ class Declaration:
         Declaration.__post_init__(self)
 
     def __post_init__(self) -> None:
-        """Check the arguments, and begin with no memory."""
+        """Check the arguments."""
         check_fields(self)
         if not isinstance(self.clients, str):
             self.clients = [str(client) for client in self.clients]
-        self.memory: Memory = {}  # of a plain Trainer's only client
-        self.fits = 0  # experiences of a plain Trainer
-        self.server_entries: State = {}  # what the server keeps for the method, in a plain Trainer
+        self.local: LocalFederation | None = None  # the state that the method has in a plain Trainer
         self._client: Client | None = None
 
     # A client's round: download, local training, end.
@@ -143,8 +142,8 @@ class Declaration:
     def replay_batch_size(self) -> int | None:
         """Number of replay samples that are drawn with replacement for each step, as `Step.replay_samples`.
 
-        None: replay samples join the batches instead. Every sample joins one batch of each local epoch. In a plain
-        Trainer, whose epochs are not planned, a batch gets as many replay samples as it has samples.
+        None: replay samples join the batches instead. Every sample joins one batch of each local epoch. Without
+        a `FederatedStream` epochs are not planned: a batch gets as many replay samples as it has samples.
         """
         return None
 
@@ -293,8 +292,8 @@ class Declaration:
 
     def hparams(self) -> dict[str, Any]:
         """The method's arguments, by name."""
-        plain, counted = (bool, int, float, str, list), "fits"
-        given = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != counted}
+        plain = (bool, int, float, str, list)
+        given = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {name: value for name, value in given.items() if isinstance(value, plain)}
 
     @property

@@ -156,7 +156,8 @@ class LwF(Method):
     teacher: Literal["own", "server"] = argument("own", one_of, ("own", "server"))
 
     def server_state(self, module: L.LightningModule) -> State:
-        return models_before(module, present_experiences(module, self.fits)) if self.teacher == "server" else {}
+        fits = 0 if self.local is None else self.local.fits
+        return models_before(module, present_experiences(module, fits)) if self.teacher == "server" else {}
 
     def on_download(self, client: Client) -> Memory:
         if "old" not in client.memory:

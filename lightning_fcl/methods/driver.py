@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -19,20 +16,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fcl.data.attached import need_stream, stream_of
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound, SampleHistory
-from lightning_fcl.data.plain_tensors import plain_samples
+from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import InvalidValueError
-from lightning_fcl.federation.aggregation import Aggregator, State, entries
+from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import RunsFederation, federation_of
 from lightning_fcl.federation.wire import DIVERGED
 from lightning_fcl.methods.batch_check import check_batch, check_samples
 from lightning_fcl.methods.client import Client, Step, is_labelled, without_call
 from lightning_fcl.methods.compose import check_compatible, check_needs, compose, methods_of, predicting
-from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
-from lightning_fcl.methods.experience import declared, lasting, noted, receive
+from lightning_fcl.methods.declaration import Declaration, client_of, overrides, shapes_loss
+from lightning_fcl.methods.epoch_rounds import EpochRounds
 from lightning_fcl.methods.frozen_layers import Freezer, FrozenLayers
 from lightning_fcl.methods.functional import (
     features_of,
@@ -43,6 +39,7 @@ from lightning_fcl.methods.functional import (
     teacher_of,
     trainable,
 )
+from lightning_fcl.methods.local_federation import LocalFederation
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.replay_samples import DrawnSamples, join_batch, joins_batches
 from lightning_fcl.methods.trial import first_rows, why_no_logits, why_not_logits
@@ -52,9 +49,9 @@ log = logging.getLogger(__name__)
 
 
 class MethodDriver(Callback):
-    """Runs the functions that methods declare, where one client trains at a time; it stands behind the last of them.
+    """Runs the functions of methods in the steps of one client at a time; stands behind the last method.
 
-    In a federation, the rounds call `begin`; in a plain Trainer, where an epoch is a round, the driver does so itself.
+    In a federation the rounds call `begin`. A plain Trainer is a federation of one client, see `EpochRounds`.
     """
 
     def __init__(self, methods: Sequence[Declaration]) -> None:
@@ -64,9 +61,8 @@ class MethodDriver(Callback):
         self._freezer = Freezer()
         self._frozen_layers = FrozenLayers()
         self._rule = ExitStack()
-        self._seen: list[tuple[Any, Tensor]] = []  # the batches of a plain Trainer's epoch
-        self._unfinished: list[tuple[Declaration, Client]] = []  # of an epoch that may have been the last
-        self._results: dict[str, Memory] = {}  # of methods that accumulate, for the experience so far
+        self._epochs: EpochRounds | None = None  # the rounds of a plain Trainer that fits
+        self._local = LocalFederation()
         self._hook: RemovableHandle | None = None
         self._call: tuple[Any, Tensor] | None = None
         self._clients: list[Client] = []  # the client that trains now, as each method sees it
@@ -74,6 +70,7 @@ class MethodDriver(Callback):
     # The fit.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._module = pl_module
         self.methods, self._federation = methods_of(trainer), federation_of(trainer)
         if stage != "fit":
             return
@@ -81,6 +78,25 @@ class MethodDriver(Callback):
         for method in self.methods:
             check_needs(method, trainer, pl_module)
             check_samples(method, trainer)
+        if self._federation is None:
+            self._set_local()
+            self._epochs = EpochRounds(pl_module, self.methods, self._local)
+
+    def _set_local(self) -> None:
+        """Let the methods share one state. Methods that have trained before bring theirs."""
+        first = next((method.local for method in self.methods if method.local is not None), None)
+        self._local = first or self._local
+        for method in self.methods:
+            if method.local is not None and method.local is not self._local:
+                self._local.adopt(method.local, method.section)
+            method.local = self._local
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._federation is not None else self._local.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._federation is None:
+            self._local.load_state_dict(state_dict)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stream, needing = stream_of(trainer), [method for method in self.methods if method.needs.logits]
@@ -97,8 +113,16 @@ class MethodDriver(Callback):
         self._clients = []
         for method in self.methods:
             method.client = None
+        if self._epochs is not None:
+            self._epochs.close()
+        self._epochs = None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._epochs is not None:
+            self._local.end_fit()
+        self._leave(pl_module)
+
+    def _leave(self, pl_module: L.LightningModule) -> None:
         self.release(pl_module)
         self._rule.close()
         for method in self.methods:
@@ -114,7 +138,7 @@ class MethodDriver(Callback):
             self._hook = None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.on_fit_end(trainer, pl_module)
+        self._leave(pl_module)
 
     # Evaluation.
 
@@ -134,52 +158,51 @@ class MethodDriver(Callback):
         if any(method.needs.features for method in self.methods):
             self._frozen_layers.rest(module)
 
-    def begin(self, clients: Sequence[Client], drawn: DrawnSamples) -> None:
-        """Another client trains now, as each method sees it, its state in the module."""
-        self._clients, self._drawn, self.finite = [*clients], drawn, torch.tensor(True)
-        for method, client in zip(self.methods, clients, strict=True):
+    def begin(self, part: ClientRound, received: State, memories: Sequence[Memory], seed: int) -> None:
+        """Begin a client's local training. The client's state is in the module.
+
+        Args:
+            part: The client's part in the round.
+            received: The state that the client has received.
+            memories: The state of each method.
+            seed: Seed of the draws of replay samples.
+        """
+        module = self._module
+        each = zip(self.methods, memories, strict=True)
+        self._clients = [client_of(method, module, memory, received, part) for method, memory in each]
+        # "recall" is part of the seed of existing runs.
+        self._drawn = DrawnSamples(
+            self.methods, [self._clients], lambda name: keys_of(seed, [part.client], part.round, "recall", name)
+        )
+        self.finite = torch.tensor(True)
+        for method, client in zip(self.methods, self._clients, strict=True):
             method.client = client
             method.begin(client)
 
+    @property
+    def memories(self) -> list[Memory]:
+        """The state of each method of the client that trains."""
+        return [client.memory for client in self._clients]
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._federation is not None:
-            return
-        self.rest_frozen(pl_module)
-        self._seen = []
-        server = {name: value.detach().clone() for name, value in entries(pl_module).items()}
-        clients, stream = [], stream_of(trainer)
-        for method in self.methods:
-            at = self._client_round(trainer, method)
-            client = Client(method.memory, server, at, pl_module, section=method.section)
-            if stream is not None:
-                client.set_history(partial(stream.sample_history, at.client, at.round, range(at.round)))
-            kept = method.server_entries
-            if client.enters_experience:
-                kept = lasting(method, kept)
-            first = method.server_state(pl_module).items()
-            method.server_entries = {n: kept[n] if n in kept else value.clone() for n, value in first}
-            server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
-            clients.append(client)
-        for method, client in zip(self.methods, clients, strict=True):
-            method.memory = client.memory = receive(method, client)
-        drawn = DrawnSamples(self.methods, [clients], lambda name: keys_of(trainer.current_epoch, ["local"], name))
-        self.begin(clients, drawn)
+        if self._epochs is not None:
+            self.rest_frozen(pl_module)
+            self.begin(*self._epochs.begin(trainer.current_epoch), self._epochs.stream.seed)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         for method in () if _side_by_side(self._federation) else self.methods:
-            check_batch(method, batch, stored=self._federation is None)
+            check_batch(method, batch, stored=stream_of(trainer) is None)
         epoch = self._federation.round.local_epoch if self._federation is not None else 0
+        if self._epochs is not None:
+            epoch = self._epochs.local_epoch(batch_idx)
+            self._epochs.add(batch)
         for client in self._clients:
             client.batch, client.local_epoch = batch, epoch
-        if self._federation is None and is_labelled(batch):
-            # Only some methods look at the samples again.
-            keeps = any(method.needs.samples for method in self.methods)
-            self._seen.append((plain_samples(batch[0]) if keeps else None, plain_samples(batch[1])))
         for method, client in self._active():
             method.begin_step(client)
-            if self._federation is None and joins_batches(method):
+            if stream_of(trainer) is None and joins_batches(method):
                 join_batch(method, client, batch_idx)
         parts = [method.trains(client) for method, client in self._active()]
         self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
@@ -243,81 +266,23 @@ class MethodDriver(Callback):
         federation = self._federation
         if federation is not None and (federation.round.client_round is None or federation.round.last_batch):
             self._freezer.train(pl_module, None)
+        if self._epochs is not None and (trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches):
+            self._end_epoch(trainer, pl_module, self._epochs)  # before anybody tests the model
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._federation is not None:
-            return
+        if self._epochs is not None:  # a fit that stops within an epoch has no last batch
+            self._end_epoch(trainer, pl_module, self._epochs)
+
+    def _end_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule, epochs: EpochRounds) -> None:
+        self._freezer.train(pl_module, None)
         if not self.finite:
             log.warning("Epoch %d: the loss with the methods' part was not finite. %s", trainer.current_epoch, DIVERGED)
-        self._unfinished = []
-        for method, began in zip(self.methods, self._clients, strict=True):
-            at, data = self._client_round(trainer, method), self._data(method)
-            client = Client(began.memory, began.server, at, pl_module, section=method.section)
-            client.steps = began.steps
-            if stream_of(trainer) is not None:
-                client.set_history(partial(self._history, trainer))
-            if client.history is not None and len(at.labels):  # in the order of the batches, as the samples are
-                client.part = replace(at, labels=torch.from_numpy(need_stream(trainer).y[client.history.numbers]))
-            if method.server_entries and overrides(method, "contribute"):
-                sums = Aggregator(declared(method, method.server_entries))
-                sent = method.contribute(client, entries(pl_module), data)
-                sums.add_all({name: value[None] for name, value in sent.items()}, weights=[1.0], numbers=[0])
-                method.server_entries = sums.result(method.server_entries)
-            memory = noted(method, client, method.end_round(client, entries(pl_module), data))
-            client.memory = method.memory = memory
-            self._end_experience(trainer, method, client)
-
-    def _end_experience(self, trainer: L.Trainer, method: Declaration, client: Client) -> None:
-        """Take the method's result if the experience ends, or if the next epoch has other samples."""
-        if not overrides(method, "end_experience"):
-            return
-        history, section, stream = client.history, method.section, stream_of(trainer)
-        last, each = client.part.last_round, method.accumulates and history is not None and stream is not None
-        if not last:
-            self._unfinished.append((method, client))
-            now, name = client.part.round, client.part.client
-            if not each or (stream is not None and stream.has_same_samples(name, now, now + 1)):
-                return
-        result = self._result(method, client)
-        if last:
-            method.memory = result
-            self._results.pop(section, None)
-        else:
-            self._results[section] = result
-
-    def _result(self, method: Declaration, client: Client) -> Memory:
-        data, history = self._data(method), client.history
-        if method.accumulates and history is not None:
-            covers = history.covers_experience
-            client.result = {} if covers else self._results.get(method.section, {})
-            data = client.selected(data, history.new_in_experience if covers else history.new)
-        return noted(method, client, method.end_experience(client, entries(client.module), data))
-
-    def _history(self, trainer: L.Trainer) -> SampleHistory:
-        """Return the numbers of the epoch's samples, in the order of its batches."""
-        stream = need_stream(trainer)
-        client, epoch = stream.plan.clients[0], trainer.current_epoch
-        history = stream.sample_history(client, epoch, range(epoch))
-        order = np.concatenate(stream.batch_rows(client, epoch))[: sum(len(y) for _, y in self._seen)]
-        return replace(history, numbers=order)
-
-    def _data(self, method: Declaration) -> list[Tensor] | None:
-        return [torch.cat(column) for column in zip(*self._seen, strict=True)] if method.needs.samples else None
+            self.finite = torch.tensor(True)
+        epochs.end(self.memories, self._clients[0].steps if self._clients else 0)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for method, client in self._unfinished:
-            client.part = replace(client.part, last_round=True)
-            known = self._results.pop(method.section, None)
-            method.memory = self._result(method, client) if known is None else known
-        self._unfinished = []
-
-    def _client_round(self, trainer: L.Trainer, method: Declaration) -> ClientRound:
-        stream = stream_of(trainer)
-        if stream is not None:
-            return stream.client_round(stream.plan.clients[0], trainer.current_epoch)
-        labels = torch.cat([y for _, y in self._seen]).cpu() if self._seen else torch.empty(0, dtype=torch.long)
-        last = trainer.current_epoch + 1 == trainer.max_epochs
-        return ClientRound("local", trainer.current_epoch, method.fits, labels, last_round=last, samples=len(labels))
+        if self._epochs is not None:
+            self._epochs.finish()
 
 
 def step_of(module: L.LightningModule, server: State, x: Any, output: Tensor) -> Step:

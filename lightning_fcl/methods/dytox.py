@@ -41,9 +41,9 @@ class DyToxTraining(Episodic):
     - The present task's divergence head tells its classes apart, and from all others: one class for all samples of
       past tasks.
     - Balanced tuning: in the last epochs of a task the body is frozen, too, and the task's token and heads learn from
-      equally many remembered samples of each class of all tasks, with the task's loss alone. In a federation these are
-      further local epochs of the task's last round; in a plain Trainer, the task's last epochs. (In the authors' code
-      old tokens and heads are tuned, too, at a tenth of the learning rate.)
+      equally many remembered samples of each class of all tasks, with the task's loss alone. With a
+      `FederatedStream` these are further local epochs of the task's last round; otherwise, the task's last epochs.
+      (In the authors' code old tokens and heads are tuned, too, at a tenth of the learning rate.)
 
     A client's task is the model's block of classes that its labels are of, see `DyTox.blocks`; what blocks a
     `FederatedStream` tells, the model takes. Token and heads travel as all other parameters do; the divergence heads,
@@ -117,7 +117,8 @@ class DyToxTraining(Episodic):
     # The stages of a task: all of it learns, then its token and heads are tuned.
 
     def local_epochs(self, client: Client) -> int | None:
-        return _usual_epochs(client) + self.balanced_epochs if client.active and self._tunes(client.part) else None
+        further = client.active and self._tunes(client.part) and _is_planned(client)
+        return _usual_epochs(client) + self.balanced_epochs if further else None
 
     def _tunes(self, part: ClientRound) -> bool:
         return bool(self.max_size and self.balanced_epochs) and part.last_round and part.experience > 0
@@ -146,24 +147,20 @@ class DyToxTraining(Episodic):
         batch[:] = x[rows.to(x.device)].to(batch[0]), y[rows.to(y.device)].to(batch[1])
 
     def _is_tuning(self, client: Client) -> bool:
-        if client.federation is not None:
+        if _is_planned(client):
             return self._tunes(client.part) and client.local_epoch >= _usual_epochs(client)
         if not (self.max_size and self.balanced_epochs and client.part.experience):
             return False
         trainer = client.module.trainer
-        left, stream = (trainer.max_epochs or 0) - trainer.current_epoch, stream_of(trainer)
-        if stream is not None:
-            rest = stream.plan.experiences[stream.plan.clients[0]][trainer.current_epoch :]
-            left = rest.count(rest[0])
+        left = (trainer.max_epochs or 0) - trainer.current_epoch
         return 0 < left <= self.balanced_epochs
 
     def _balanced(self, client: Client) -> tuple[Tensor, Tensor]:
         """Equally many remembered samples of each class, the present task's among them."""
-        memory, part, federation = client.memory, client.part, client.federation
-        generator = torch.Generator().manual_seed(client.module.trainer.current_epoch)
-        if federation is not None:
-            generator.manual_seed(seed_of(federation.seed, part.client, part.round, "balanced"))
-            data = federation.stream.client_samples(part.client, part.round, federation.seed)
+        memory, part, stream = client.memory, client.part, stream_of(client.module.trainer)
+        generator = torch.Generator().manual_seed(seed_of(client.seed, part.client, part.round, "balanced"))
+        if stream is not None:
+            data = stream.client_samples(part.client, part.round, client.seed)
             memory = remember_task(client, data, self.max_size, generator)
         elif not knows_task(memory, part.experience):
             raise MissingValueError(
@@ -188,7 +185,7 @@ class DyToxTraining(Episodic):
     # What it makes of past tasks.
 
     def replay_samples(self, client: Client) -> tuple[Tensor, Tensor] | None:
-        tunes_alone = client.federation is None and self._tuning  # on a batch that `begin_step` has replaced
+        tunes_alone = self._tuning and not _is_planned(client)  # on a batch that `begin_step` has replaced
         return None if tunes_alone else past_samples(client)
 
     def penalty(self, client: Client, step: Step) -> Tensor | float:
@@ -240,6 +237,11 @@ def net_of(module: L.LightningModule) -> DyTox:
             value=len(found),
         )
     return found[0]
+
+
+def _is_planned(client: Client) -> bool:
+    """Return whether the local epochs of a client are planned. Those of a loader of the user are not."""
+    return stream_of(client.module.trainer) is not None
 
 
 def _usual_epochs(client: Client) -> int:

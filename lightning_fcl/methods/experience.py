@@ -17,8 +17,8 @@ import torch
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import number_of
 from lightning_fcl.data.client_round import ClientRound, SampleHistory
+from lightning_fcl.data.loader_stream import ClientStream
 from lightning_fcl.data.scenarios.scenario import Plan
-from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import InvalidValueError
 from lightning_fcl.federation.aggregation import State, declare
 from lightning_fcl.federation.client_store import (
@@ -95,7 +95,7 @@ def check_in_step(method: Declaration, module: L.LightningModule) -> None:
         )
 
 
-def next_round(stream: FederatedStream, part: ClientRound, rounds: int) -> int | None:
+def next_round(stream: ClientStream, part: ClientRound, rounds: int) -> int | None:
     """Return the client's next round of the same experience, of the first ``rounds``; None if there is none."""
     plan, client = stream.plan, part.client
     for number in range(part.round + 1, min(rounds, plan.rounds)):
@@ -106,7 +106,7 @@ def next_round(stream: FederatedStream, part: ClientRound, rounds: int) -> int |
     return None
 
 
-def returns(stream: FederatedStream, part: ClientRound, rounds: int, accumulates: bool) -> bool:
+def returns(stream: ClientStream, part: ClientRound, rounds: int, accumulates: bool) -> bool:
     """Return whether the next round of a client that always trains replaces what its current round would give.
 
     Args:
@@ -191,6 +191,6 @@ def note_result(kept: ClientState, section: str) -> None:
     kept[PROGRESS][RESULT + section] = torch.tensor(True)
 
 
-def history_of(stream: FederatedStream, part: ClientRound, kept: ClientState) -> SampleHistory:
-    """Return the numbers of a client's samples, from the rounds that it has trained in."""
+def history_of(stream: ClientStream, part: ClientRound, kept: ClientState) -> SampleHistory | None:
+    """Return the numbers of a client's samples, from the rounds that it has trained in. None: samples have none."""
     return stream.sample_history(part.client, part.round, trained_rounds(kept))

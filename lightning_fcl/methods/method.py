@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -13,9 +12,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.plain_tensors import plain_samples
 from lightning_fcl.errors import MissingValueError
-from lightning_fcl.federation.protocol import RunsFederation, federation_of
+from lightning_fcl.federation.protocol import RunsFederation
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.driver import MethodDriver
@@ -40,10 +38,7 @@ class Method(Declaration, Callback):
         ['client1']
     """
 
-    _federated = False
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._federated = federation_of(trainer) is not None
         if methods_of(trainer)[0] is self:
             driver_of(trainer).setup(trainer, pl_module, stage)
         if stage == "fit":
@@ -52,20 +47,6 @@ class Method(Declaration, Callback):
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before a fit: refuse what the method cannot work with, and look up what it needs."""
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.fits += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._federated:
-            return {}
-        memory, server = plain_samples(self.memory), plain_samples(self.server_entries)
-        return {"memory": memory, "fits": self.fits, "server": server}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.memory = state_dict.get("memory", {})
-        self.fits = state_dict.get("fits", 0)
-        self.server_entries = state_dict.get("server", {})
 
 
 def driver_of(trainer: L.Trainer) -> MethodDriver:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.loader_stream import ClientStream
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import (
     PROGRESS,
@@ -98,7 +98,7 @@ class MethodRound:
     number: int
     module: L.LightningModule
     methods: Sequence[Declaration]
-    stream: FederatedStream
+    stream: ClientStream
     server: FederatedServer
     seed: int
     is_full: bool = True
@@ -108,7 +108,8 @@ class MethodRound:
     @property
     def _rounds(self) -> int:
         """Number of rounds of the fit."""
-        return self.module.trainer.max_epochs or 0
+        epochs = self.module.trainer.max_epochs
+        return self.stream.plan.rounds if epochs in (None, -1) else epochs or 0
 
     # Download.
 
@@ -349,7 +350,7 @@ def client_before(server: FederatedServer, module: L.LightningModule, method: De
     return client_of(method, module, memory, part=part)
 
 
-def _ends(stream: FederatedStream, number: int) -> bool:
+def _ends(stream: ClientStream, number: int) -> bool:
     """Return whether the experience of some client ends with a round."""
     plan = stream.plan
     return number + 1 == plan.rounds or any(own[number] != own[number + 1] for own in plan.experiences.values())

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import joined, number_of, some_of, window
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.generators import Generators
@@ -21,7 +20,7 @@ from lightning_fcl.data.plain_tensors import plain_samples, plain_tensor
 from lightning_fcl.errors import InvalidTypeError, InvalidValueError
 from lightning_fcl.methods.client import Client, Step, is_labelled
 from lightning_fcl.methods.declaration import Declaration, ReplaySamples, ReplayTransform, overrides
-from lightning_fcl.randomness import Keys, global_seed, keys_of, numbers, seed_of, start_randomness
+from lightning_fcl.randomness import Keys, keys_of, numbers, seed_of, start_randomness
 
 ClientOf = Callable[[Declaration, ClientRound], Client]
 """Returns a client as a method sees it before the client trains in a round."""
@@ -84,7 +83,7 @@ def joining_samples(
 
 
 def join_batch(method: Declaration, client: Client, batch_idx: int) -> None:
-    """Join a method's replay samples to ``client.batch`` in a plain Trainer, whose epochs are not planned.
+    """Join a method's replay samples to ``client.batch`` of a loader of the user, whose epochs are not planned.
 
     Every batch gets as many replay samples as it has samples, and no sample is repeated before all have joined.
     """
@@ -100,13 +99,13 @@ def join_batch(method: Declaration, client: Client, batch_idx: int) -> None:
     samples = method.replay_samples(client)
     if not isinstance(samples, tuple):
         return
-    number, stream = number_of(samples), stream_of(trainer)
-    size, seed = min(number, len(batch[1])), global_seed() if stream is None else stream.seed
+    number, place = number_of(samples), (client.part.experience, trainer.current_epoch)
+    size, seed = min(number, len(batch[1])), client.seed
     # "rehearse" is part of the seed of existing runs.
-    key = keys_of(seed, ["local"], method.fits, trainer.current_epoch, method.section, "rehearse")
+    key = keys_of(seed, ["local"], *place, method.section, "rehearse")
     rows = torch.from_numpy(window(key, number, size, batch_idx * size))
     pool = JoiningSamples(samples, ((method.section, number, method.replay_transform),))
-    for position, value in enumerate(pool.take(rows, seed, "local", method.fits, trainer.current_epoch, batch_idx)):
+    for position, value in enumerate(pool.take(rows, seed, "local", *place, batch_idx)):
         batch[position] = torch.cat([batch[position], value.to(batch[position].device)])
 
 

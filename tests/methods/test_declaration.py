@@ -364,7 +364,7 @@ class Constructed(Method):
 def test_arguments_are_fields_or_those_of_a_constructor():
     declared, constructed = Declared(2.0, clients=[3, 4]), Constructed(2.0, [3, 4])
     assert declared.hparams() == constructed.hparams() == {"strength": 2.0, "clients": ["3", "4"]}
-    assert declared.memory == constructed.memory == {} and declared != Declared(2.0, clients=[3, 4])
+    assert declared.local is constructed.local is None and declared != Declared(2.0, clients=[3, 4])
     assert repr(Declared(size=2)) == "Declared(clients='all', strength=1.0, size=2)"
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import memory_of
 
 from lightning_fcl.callbacks import DERpp
 from lightning_fcl.data.client_round import ClientRound
@@ -31,16 +32,18 @@ def test_distance_and_loss_are_of_two_draws(make_task, samples):
 def test_remembers_the_logits_of_the_model_that_it_has_trained(make_task, samples, train):
     method, task, data = DERpp(6, batch_size=4), make_task(), samples()
     train(task, [method], data, epochs=1)
-    first = method.memory
+    first = memory_of(method)
     assert len(first["y"]) == 6
     torch.testing.assert_close(first["logits"], predictions(task, task.state_dict(), first["x"]))
     rows = [int((data[0] == x).all(dim=1).nonzero()) for x in first["x"]]
     assert torch.equal(first["y"], data[1][rows]) and len(set(rows)) == 6
     train(task, [method], samples(seed=1), epochs=1)
-    stayed = [(i, j) for i, x in enumerate(first["x"]) for j, z in enumerate(method.memory["x"]) if torch.equal(x, z)]
+    stayed = [
+        (i, j) for i, x in enumerate(first["x"]) for j, z in enumerate(memory_of(method)["x"]) if torch.equal(x, z)
+    ]
     assert 0 < len(stayed) < 6
     for i, j in stayed:  # with the logits of their own time
-        assert torch.equal(method.memory["logits"][j], first["logits"][i])
+        assert torch.equal(memory_of(method)["logits"][j], first["logits"][i])
 
 
 @pytest.mark.seconds

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
+from kept import memory_of
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from raising import raises
 
@@ -165,7 +166,7 @@ def test_without_its_terms_it_is_fine_tuning_with_frozen_tokens(train, assert_sa
                 F.cross_entropy(hand(x), y).backward()
                 optimizer_by_hand.step()
     assert_same(task, hand, 0)
-    assert "x" not in method.memory and "teacher.model.learnt" not in method.memory
+    assert "x" not in memory_of(method) and "teacher.model.learnt" not in memory_of(method)
 
 
 @pytest.mark.parametrize("terms", [{"distillation": "auto", "temperature": 2.0}, {"distillation": 0.7}])
@@ -176,7 +177,7 @@ def test_a_second_task_by_hand(train, assert_same, terms):
     teacher = copy.deepcopy(task).eval()
     hand, ((past_x, past_y),) = (
         copy.deepcopy(task),
-        past_tasks(Client(method.memory, part=ClientRound("a", 1, experience=1))),
+        past_tasks(Client(memory_of(method), part=ClientRound("a", 1, experience=1))),
     )
     assert len(past_y) == 8 and past_y.bincount().tolist() == [0, 0, 0, 0, 4, 4]
     train(task, [method], second, epochs=2)
@@ -315,7 +316,7 @@ def test_in_a_plain_trainer_the_last_epochs_are_balanced(train):
     train(task, [method, watch], samples([0, 1], seed=2), epochs=3)
     assert all(("body" in changed) == (epoch < 2) for _, epoch, _, changed in watch.steps)
     assert all(not changed & {"tokens.2", "heads.2", "tokens.1", "heads.1"} for *_, changed in watch.steps)
-    assert method.memory["task"].bincount().tolist() == [12, 8]
+    assert memory_of(method)["task"].bincount().tolist() == [12, 8]
     with raises(MissingValueError, "balanced_epochs"):
         train(task, [method], samples([2, 3]), epochs=1)
     assert all(p.requires_grad for p in task.parameters())
@@ -337,14 +338,14 @@ def test_resumed_is_uninterrupted_in_a_plain_trainer(train, assert_same, tmp_pat
     saving = {"enable_checkpointing": True}
     whole, method = make_task(), DyToxTraining(0.5)
     train(whole, [method], samples([4, 5]), epochs=3)
-    start, memory = copy.deepcopy(whole), copy.deepcopy(method.memory)
+    start, memory = copy.deepcopy(whole), copy.deepcopy(memory_of(method))
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     train(whole, [method, keep], samples([0, 1]), epochs=4, **saving)
     for epoch in (1, 2):
         again, other = copy.deepcopy(start), DyToxTraining(0.5)
         train(again, [other], samples([0, 1]), epochs=4, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
         assert_same(again, whole, 0)
-        assert other.fits == 2 and len(other.memory["y"]) == 2 * len(memory["y"])
+        assert other.local.fits == 2 and len(memory_of(other)["y"]) == 2 * len(memory["y"])
 
 
 @pytest.mark.seconds

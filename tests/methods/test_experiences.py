@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from kept import entries_of, memory_of
 from lightning.pytorch.callbacks import Callback
 from raising import raises
 
@@ -109,7 +110,7 @@ def test_in_a_plain_trainer_a_fit_is_an_experience(train, make_task, samples):
     method, task = Counts(), make_task()
     for fits in (1, 2):
         train(task, [method], samples(), epochs=3)
-        for kept in (method.memory, method.server_entries):
+        for kept in (memory_of(method), entries_of(method)):
             assert [int(kept[name]) for name in Counts.names] == [3, 3 * fits]
 
 

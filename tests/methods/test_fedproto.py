@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kept import entries_of
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from raising import raises
 from torch import nn
@@ -95,7 +96,7 @@ def test_the_pull_by_hand(make_task, samples):
 def test_the_nearest_prototype_predicts(fit, make_stream, make_task, strategy, quiet):
     stream, method, task = make_stream(clients=1, experiences=1, rounds_per_experience=2), FedProto(), make_task()
     trainer = fit(task, stream, [method], strategy=strategy)
-    server = method.server_entries["sums"] if strategy else sums_of(trainer)
+    server = entries_of(method)["sums"] if strategy else sums_of(trainer)
     means, _ = class_means(server)
     x, y = stream.take(stream.plan.test)
     distances = (task.embed(x)[:, None] - means).norm(dim=2)

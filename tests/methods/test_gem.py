@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import memory_of
 from raising import raises
 from torch import nn
 
@@ -257,8 +258,8 @@ def test_remembers_no_rehearsed_samples(make_task, samples, train):
         method, replay, task = GEM(1.0), Replay(5), make_task()
         train(task, order(method, replay), first)
         train(task, order(method, replay), second)
-        assert len(replay.memory["y"]) == 5 and len(method.memory["y"]) == 40
-        assert sorted(method.memory["y"][method.memory["task"] == 1].tolist()) == sorted(second[1].tolist())
+        assert len(memory_of(replay)["y"]) == 5 and len(memory_of(method)["y"]) == 40
+        assert sorted(memory_of(method)["y"][memory_of(method)["task"] == 1].tolist()) == sorted(second[1].tolist())
 
 
 def test_goes_with_a_penalty(make_task, samples, train, assert_same):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import memory_of
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import ICaRL, LwF, Replay
@@ -34,7 +35,7 @@ def test_herding_is_greedy(seed):
 def test_exemplars_are_shared_by_all_classes_and_cut_from_the_end(make_task, samples, train):
     method, task = ICaRL(9), make_task()
     train(task, [method], samples([0, 1]), epochs=1)
-    first = method.memory
+    first = memory_of(method)
     assert torch.bincount(first["y"]).tolist() == [4, 4]
     x, y = samples([0, 1])
     features = F.normalize(embeddings(task, task.state_dict(), x))
@@ -42,9 +43,9 @@ def test_exemplars_are_shared_by_all_classes_and_cut_from_the_end(make_task, sam
         own = (y == label).nonzero()[:, 0]
         assert torch.equal(first["x"][first["y"] == label], x[own[herd(features[own], 4)]])
     train(task, [method], samples([2, 3], seed=1), epochs=1)
-    assert torch.bincount(method.memory["y"]).tolist() == [2, 2, 2, 2]
+    assert torch.bincount(memory_of(method)["y"]).tolist() == [2, 2, 2, 2]
     for label in (0, 1):
-        kept = method.memory["x"][method.memory["y"] == label]
+        kept = memory_of(method)["x"][memory_of(method)["y"] == label]
         assert torch.equal(kept, first["x"][first["y"] == label][:2])
 
 
@@ -74,7 +75,7 @@ def test_training_is_lwf_beside_remembered_samples(make_task, samples, train, as
 
     tasks, method = [make_task(), make_task()], ICaRL(8, 2.0)
     train(tasks[0], [method], samples([0, 1]), epochs=1)
-    exemplars = method.memory
+    exemplars = memory_of(method)
     train(tasks[0], [method], samples([2, 3], seed=1), epochs=1)
     others = [LwF(2.0), Given(8, "reservoir", "round")]
     train(tasks[1], others, samples([0, 1]), epochs=1)

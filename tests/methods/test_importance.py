@@ -7,6 +7,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import memory_of
 from raising import raises
 from torch import nn
 from torch.func import functional_call
@@ -194,7 +195,7 @@ def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, ass
         new = by_loop(copied, kind, *part)
         weights = {n: decay * weights[n] + value if i else value for n, value in new.items()}
         centers = {n: p.detach().clone() for n, p in copied.named_parameters()}
-        assert_close(section(method.memory, "importance"), weights)
+        assert_close(section(memory_of(method), "importance"), weights)
     by_hand(plain, parts[-1])  # the penalty does something
     assert (plain.model[1].weight - task.model[1].weight).abs().max() > 1e-3
 
@@ -248,7 +249,7 @@ def second_task(make, method, holds, seed, quiet):
         samples = DataLoader(TensorDataset(torch.rot90(x, turned, (2, 3)), y), 32, shuffle=True)
         L.Trainer(max_epochs=3, callbacks=[method] if holds or not turned else [], **quiet).fit(task, samples)
         if not turned:
-            importance = {name: method.memory[f"importance.{name}"].clone() for name in begun}
+            importance = {name: memory_of(method)[f"importance.{name}"].clone() for name in begun}
     assert all(p.isfinite().all() and p.abs().max() < 10 for p in task.parameters())
     moved = ((p.detach() - begun[name]).square() for name, p in task.named_parameters())
     return sum(float((weight * square).sum()) for weight, square in zip(importance.values(), moved, strict=True))
@@ -301,7 +302,7 @@ def test_double_precision(make_task, samples, train):
     for kind, method in KINDS.items():
         used, task = method(STRENGTHS[kind]), make_task()
         train(task, [used], samples(), precision="64-true")
-        assert all(value.dtype == torch.float64 for value in used.memory.values())
+        assert all(value.dtype == torch.float64 for value in memory_of(used).values())
 
 
 class Pair(L.LightningModule):

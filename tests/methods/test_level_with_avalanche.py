@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from kept import memory_of
 from lightning.pytorch.callbacks import Callback
 from sklearn.datasets import load_digits
 from torch.nn import CrossEntropyLoss
@@ -89,7 +90,7 @@ def in_a_trainer(method, quiet, fit):
     for watch.fit, part in enumerate(digits()):
         trainer = L.Trainer(max_epochs=EPOCHS, callbacks=[*([method] if method else []), watch], **quiet, **DOUBLE)
         trainer.fit(task, DataLoader(TensorDataset(*part), batch_size=BATCH))
-    return Ours(task.model, list(watch.batches.values()), method, method and method.memory)
+    return Ours(task.model, list(watch.batches.values()), method, method and memory_of(method))
 
 
 def in_a_federation(method, quiet, fit):
@@ -250,7 +251,7 @@ def test_a_memory_of_a_batch_joins_every_batch_as_in_avalanche(quiet, assert_sam
     for part in digits():
         trainer = L.Trainer(max_epochs=EPOCHS, callbacks=[method], **quiet, **DOUBLE)
         trainer.fit(task, DataLoader(TensorDataset(*part), batch_size=BATCH))
-        memories.append((method.memory["x"], method.memory["y"]))
+        memories.append((memory_of(method)["x"], memory_of(method)["y"]))
     replay = ReplayPlugin(BATCH, batch_size_mem=BATCH, storage_policy=Given(memories))
     weights = []
     for plugins in ([replay], []):

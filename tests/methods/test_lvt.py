@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import memory_of
 from raising import raises
 from torch import nn
 
@@ -109,16 +110,16 @@ def test_what_is_remembered_of_a_task(make_net, samples, train):
     first, second = samples([0, 1]), samples([2, 3, 3, 3], seed=1)
     train(task, [method], first)
     previous, gradient, one = knowledge(task, *first, 0.3)
-    assert len(one[1]) == 6 and set(method.memory["task"].tolist()) == {0}
+    assert len(one[1]) == 6 and set(memory_of(method)["task"].tolist()) == {0}
     train(task, [method], second)
     previous, gradient, two = knowledge(task, *second, 0.3)  # keys: of the last task; samples: of all
     for name in KEYS:
-        torch.testing.assert_close(method.memory[f"previous.{name}"], previous[name], rtol=0, atol=0)
-        torch.testing.assert_close(method.memory[f"gradient.{name}"], gradient[name])
+        torch.testing.assert_close(memory_of(method)[f"previous.{name}"], previous[name], rtol=0, atol=0)
+        torch.testing.assert_close(memory_of(method)[f"gradient.{name}"], gradient[name])
     for name, old, new in zip(("x", "y", "logits"), one, two, strict=True):
-        torch.testing.assert_close(method.memory[name], torch.cat([old, new]))
-    assert method.memory["task"].tolist() == [0] * len(one[1]) + [1] * len(two[1])
-    assert method.memory["y"].bincount().tolist() == [3, 3, round(0.3 * 5), round(0.3 * 15)]
+        torch.testing.assert_close(memory_of(method)[name], torch.cat([old, new]))
+    assert memory_of(method)["task"].tolist() == [0] * len(one[1]) + [1] * len(two[1])
+    assert memory_of(method)["y"].bincount().tolist() == [3, 3, round(0.3 * 5), round(0.3 * 15)]
 
 
 # The loss.

@@ -6,6 +6,7 @@ from collections import OrderedDict
 import lightning.pytorch as L
 import pytest
 import torch
+from kept import memory_of
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from raising import raises
 from torch import nn
@@ -149,7 +150,7 @@ def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path
     callbacks = METHODS["all"]()
     train(make_task(), [*callbacks, ModelCheckpoint(tmp_path, "{epoch}")], samples(), enable_checkpointing=True)
     kept = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
-    assert torch.equal(kept["Replay"]["memory"]["x"], callbacks[3].memory["x"])
+    assert torch.equal(kept["MethodDriver"]["server"]["clients"]["local"]["Replay"]["x"], memory_of(callbacks[3])["x"])
 
 
 @pytest.mark.parametrize("stop", ["steps", "loss"])
@@ -173,13 +174,13 @@ def test_an_experience_ends_with_a_fit_that_stops_early(make_task, samples, trai
         cut, options = [EarlyStopping("train/loss", 1e9, patience=0, check_on_train_epoch_end=True)], {}
     train(tasks[0], [methods[0], *cut], samples([0, 2]), epochs=10, **options)
     train(tasks[1], [methods[1]], samples([0, 2]))
-    assert len(methods[0].memory) > 1
-    torch.testing.assert_close(methods[0].memory, methods[1].memory, rtol=0, atol=0)
+    assert len(memory_of(methods[0])) > 1
+    torch.testing.assert_close(memory_of(methods[0]), memory_of(methods[1]), rtol=0, atol=0)
     for task, method in zip(tasks, methods, strict=True):
         torch.manual_seed(1)
         train(task, [method], samples([1, 3], seed=1))
     assert_same(*tasks, 0)
-    torch.testing.assert_close(methods[0].memory, methods[1].memory, rtol=0, atol=0)
+    torch.testing.assert_close(memory_of(methods[0]), memory_of(methods[1]), rtol=0, atol=0)
 
 
 class Parts(Dataset):

@@ -3,6 +3,7 @@
 import lightning.pytorch as L
 import pytest
 import torch
+from kept import memory_of
 from raising import raises
 
 from lightning_fcl import FederatedStream, randomness
@@ -191,14 +192,14 @@ def test_drops_in_over_two_experiences(make_task, samples, train, by_hand, asser
     train(task, [method], first)
     by_hand(copied, first)
     assert_same(task, copied)
-    remembered = {name: value.clone() for name, value in method.memory.items()}
+    remembered = {name: value.clone() for name, value in memory_of(method).items()}
     assert len(remembered["y"]) == 11
     for x, y in zip(remembered["x"], remembered["y"], strict=True):
         assert any(torch.equal(x, other) and y == label for other, label in zip(*first, strict=True))
     train(task, [method], second)
     by_hand(copied, second, mix=replayed(remembered, fit=1))
     assert_same(task, copied)
-    assert set(method.memory["task"].tolist()) == {0, 1}
+    assert set(memory_of(method)["task"].tolist()) == {0, 1}
 
 
 def test_other_methods_see_the_mixed_batch(make_task, samples, train, assert_same):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from kept import memory_of
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from raising import raises
 from torch import nn
@@ -160,7 +161,7 @@ def test_plain_trainer_equals_a_hand_loop(make_task, samples, train, by_hand, as
     train(task, [method], first)
     by_hand(copied, first)
     assert noise.made == []
-    kept_x, kept_y = method.memory["x"].clone(), method.memory["y"].clone()
+    kept_x, kept_y = memory_of(method)["x"].clone(), memory_of(method)["y"].clone()
     train(task, [method], second)
 
     def mix(epoch, i, x, y):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import memory_of
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import SI
@@ -56,7 +57,7 @@ def test_drop_in_equals_hand_written_loop(make_task, samples, train, assert_same
     total = by_hand(hand, tasks, 3.0, 0.01, 0.9, epochs=3, batch=8 * accumulate)
     assert_same(task, hand, 1e-5)
     for name, expected in total.items():
-        torch.testing.assert_close(method.memory[f"importance.{name}"], expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(memory_of(method)[f"importance.{name}"], expected, rtol=1e-3, atol=1e-4)
         assert expected.max() > 1e-2
 
 

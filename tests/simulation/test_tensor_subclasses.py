@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kept import memory_of
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from raising import raises
 from torch import nn
@@ -162,7 +163,7 @@ def test_replay_plain_trainer_stores_plain_tensors(quiet, tmp_path):
     replay, module = Replay(9, update="round"), Net()
     trainer = L.Trainer(max_epochs=2, callbacks=[replay], **quiet)
     trainer.fit(module, DataLoader(Scans(), batch_size=8))
-    assert {type(value) for value in replay.memory.values()} == {torch.Tensor} == {*module.classes}
+    assert {type(value) for value in memory_of(replay).values()} == {torch.Tensor} == {*module.classes}
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     assert "memory" in torch.load(tmp_path / "plain.ckpt", weights_only=True)["callbacks"]["Replay"]
 

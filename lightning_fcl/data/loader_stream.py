@@ -1,0 +1,103 @@
+"""The implicit stream of one client, whose samples come from the loaders of a Trainer without a `FederatedStream`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound, SampleHistory
+from lightning_fcl.data.scenarios.scenario import EMPTY, Plan
+from lightning_fcl.randomness import global_seed
+
+CLIENT = "local"
+"""The name of the client."""
+
+_SAMPLES = {CLIENT: np.zeros(1, dtype=np.int64)}  # how many samples an epoch has is known when it ends
+
+
+class ClientStream(Protocol):
+    """The data of clients, round by round: a `FederatedStream` or a `LoaderStream`."""
+
+    min_batch_size: int
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def seed(self) -> int: ...
+    def client_round(self, client: str, round: int) -> ClientRound: ...
+    def sample_history(self, client: str, round: int, trained: list[int]) -> SampleHistory | None: ...
+    def has_same_samples(self, client: str, *rounds: int) -> bool: ...
+    def client_samples(self, client: str, round: int, seed: int) -> Any: ...
+
+
+class LoaderStream:
+    """The implicit stream of one client: a fit is an experience, an epoch is a round, and samples have no numbers.
+
+    Args:
+        is_kept: Whether inputs are kept until the epoch ends. Otherwise only labels are kept.
+
+    Example:
+        >>> stream = LoaderStream()
+        >>> stream.begin_round(experience=1, round=0, rounds=2)
+        >>> stream.add(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+        >>> part = stream.client_round("local", 0)
+        >>> part.samples, part.experience, part.last_round
+        (3, 1, False)
+    """
+
+    min_batch_size = 1
+
+    def __init__(self, is_kept: bool = False) -> None:
+        self._is_kept = is_kept
+        self._x: list[Any] = []
+        self._y: list[Tensor] = []
+        self.plan = _plan(0, 1)
+
+    @property
+    def seed(self) -> int:
+        """The seed of every draw."""
+        return global_seed()
+
+    def begin_round(self, experience: int, round: int, rounds: int | None) -> None:
+        """Forget the samples of the epoch before.
+
+        Args:
+            experience: Number of the experience.
+            round: Number of the round.
+            rounds: Number of rounds of the fit. None or -1: unlimited.
+        """
+        known = round + 2 if rounds in (None, -1) else max(rounds or 0, round + 1)
+        if self.plan.rounds != known or self.plan.experiences[CLIENT][0] != experience:
+            self.plan = _plan(experience, known)
+        self._x, self._y = [], []
+
+    def add(self, x: Any, y: Tensor) -> None:
+        """Add the samples of a batch to those of the epoch."""
+        if self._is_kept:
+            self._x.append(x)
+        self._y.append(y)
+
+    def client_round(self, client: str, round: int) -> ClientRound:
+        """Return the client's part in a round, with the labels of the samples so far."""
+        labels = torch.cat(self._y).cpu() if self._y else torch.empty(0, dtype=torch.long)
+        last = round + 1 == self.plan.rounds
+        return ClientRound(client, round, self.plan.experiences[client][round], labels, 0, last, len(labels))
+
+    def sample_history(self, client: str, round: int, trained: list[int]) -> None:
+        """Return None: the samples have no numbers."""
+
+    def has_same_samples(self, client: str, *rounds: int) -> bool:
+        """Return True: each epoch of a fit is of the same samples."""
+        return True
+
+    def client_samples(self, client: str, round: int, seed: int) -> list[Tensor]:
+        """Return the samples of the latest epoch, stacked, in the order of its batches."""
+        return [torch.cat(column) for column in (self._x, self._y) if column]
+
+
+def _plan(experience: int, rounds: int) -> Plan:
+    experiences = {CLIENT: (experience,) * rounds}
+    return Plan((_SAMPLES,) * rounds, experiences, {CLIENT: ((),) * (experience + 1)}, EMPTY, EMPTY, of_classes=False)

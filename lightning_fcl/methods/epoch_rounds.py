@@ -1,0 +1,173 @@
+"""The epochs of a plain Trainer as rounds of a federation of one client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch, Request, joined, order_keys, plan_batches
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.loader_stream import CLIENT, LoaderStream
+from lightning_fcl.data.plain_tensors import plain_samples
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import InvalidValueError
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.client_store import ClientState, Memory
+from lightning_fcl.methods.client import is_labelled
+from lightning_fcl.methods.compose import epochs_of
+from lightning_fcl.methods.declaration import Declaration, client_of, overriding
+from lightning_fcl.methods.local_federation import LocalFederation
+from lightning_fcl.methods.method_round import LocalRound, MethodRound, client_before, entered_state
+from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples
+
+
+class EpochRounds:
+    """The epochs of a plain Trainer as rounds of a federation of one client.
+
+    The loaders, the optimizers and the strategy are the user's. No tensor of the module is aggregated.
+
+    Args:
+        module: The module that the Trainer trains.
+        methods: The methods among the Trainer's callbacks.
+        local: The state of the federation.
+    """
+
+    def __init__(self, module: L.LightningModule, methods: Sequence[Declaration], local: LocalFederation) -> None:
+        self._module, self._methods, self._local = module, methods, local
+        self._planned = stream_of(module.trainer)
+        # Only some methods look at the samples again.
+        self._loader = LoaderStream(any(method.needs.samples for method in methods))
+        self.stream: FederatedStream | LoaderStream = self._loader if self._planned is None else self._planned
+        self._round: MethodRound | None = None
+        self._is_open = False
+        self._batches_per_epoch = 0  # of local epochs that are planned
+        if self._planned is not None:
+            self._planned.local_batches = self._batches
+
+    def close(self) -> None:
+        """Let the stream plan its batches itself."""
+        if self._planned is not None:
+            self._planned.local_batches = None
+
+    def begin(self, number: int) -> tuple[ClientRound, State, list[Memory]]:
+        """Begin a round.
+
+        Args:
+            number: Number of the epoch.
+
+        Returns:
+            The client's part, the state that it has received, and the state of each method.
+        """
+        module, methods, server = self._module, self._methods, self._local.server
+        part = self._enter(number)
+        round = MethodRound(number, module, methods, self.stream, server, self.stream.seed)
+        server.begin_round(nn.Module(), extra=round.server_entries())
+        (sent,), (self._kept,) = server.download([part.client])
+        model = {name: value.detach().clone() for name, value in entries(module).items()}
+        self._begun: State = {**model, **server.state}
+        self._received: State = {**model, **sent}
+        self._entered: ClientState = entered_state(server, part, self._kept)
+        memories = round.receive(part, self._received, self._entered)
+        if self._planned is None:
+            self._check_local_epochs(part, memories)
+        self._round, self._is_open = round, True
+        return part, self._received, memories
+
+    def _enter(self, number: int) -> ClientRound:
+        """Return the client's part in the round of an epoch, which begins."""
+        client = CLIENT if self._planned is None else self._planned.plan.clients[0]
+        self._local.enter_round(client, number)
+        if self._planned is None:
+            self._loader.begin_round(self._local.fits, number, self._module.trainer.max_epochs)
+        return self.stream.client_round(client, number)
+
+    def _check_local_epochs(self, part: ClientRound, memories: Sequence[Memory]) -> None:
+        """Raise ValueError if a method asks for several local epochs, which loaders of the user do not have."""
+        for method in overriding(self._methods, "local_epochs"):
+            memory = memories[self._methods.index(method)]
+            epochs = method.local_epochs(client_of(method, self._module, memory, self._received, part))
+            if epochs not in (None, 1):
+                raise InvalidValueError(
+                    f"Expected a `FederatedStream` for `{type(method).__name__}`, which trains {epochs} local epochs "
+                    "in a round, but got another loader.",
+                    hint="Pass the data as `FederatedStream` to `Trainer.fit(datamodule=...)`, or train one local "
+                    "epoch.",
+                    argument="datamodule",
+                    value=epochs,
+                )
+
+    def add(self, batch: Batch) -> None:
+        """Add the samples of a batch to those of the epoch, if the data are no `FederatedStream`."""
+        if self._planned is None and is_labelled(batch):
+            self._loader.add(plain_samples(batch[0]), plain_samples(batch[1]))
+
+    def local_epoch(self, batch_idx: int) -> int:
+        """Return the local epoch of a batch, from 0."""
+        return batch_idx // self._batches_per_epoch if self._batches_per_epoch else 0
+
+    def end(self, memories: Sequence[Memory], steps: int) -> None:
+        """End the round, if it has not ended yet.
+
+        Args:
+            memories: The state of each method after local training.
+            steps: Number of optimizer steps.
+        """
+        if self._round is None or not self._is_open:
+            return
+        self._is_open = False
+        module, server, round, name = self._module, self._local.server, self._round, self._local.client
+        part, own = self.stream.client_round(name, round.number), dict(entries(module))
+        samples = partial(self.stream.client_samples, name, round.number, self.stream.seed)
+        client = LocalRound(part, self._received, self._kept, self._entered, steps, own, memories, samples)
+        sent = round.upload(client) if round.uploads else {}
+        contributed = {name: value[None] for name, value in round.contribute(client).items()}
+        if server.reductions and not all(server.upload([part], contributed)):
+            round.end_dropped(client)
+        else:
+            server.keep(name, {}, round.end(client))
+        if sent:
+            load_entries(module, {name: sent[name].detach().clone() for name in own})
+        if server.reductions:
+            server.finish_round()
+        server.store.end_round()
+        if name not in server.record.dropped:
+            round.take_turns(self._begun, 1.0)
+            round.accept([name])
+
+    def finish(self) -> None:
+        """End the experience of a fit that has stopped before its last epoch."""
+        if self._round is not None:
+            self._round.finish_stopped([self._local.client], self._round.number + (not self._is_open))
+
+    def _batches(self, client: str, number: int) -> Iterator[Any]:
+        """Yield the batches of a round of the stream, as a federation plans them."""
+        stream, seed = self._planned, self.stream.seed
+        assert stream is not None  # it calls the function
+        part = self._enter(number)
+        before = partial(client_before, self._local.server, self._module)
+        replayed, epochs = joining_samples(self._methods, before), epochs_of(self._methods, before, 1)
+        extra = JoiningSamples() if replayed is None else replayed(part)
+        size, keys = part.samples, order_keys(seed, [client], number)
+        plan = plan_batches(
+            size, epochs if isinstance(epochs, int) else epochs(part), stream.batching, keys, len(extra)
+        )
+        of_epoch = stream.batching.per_epoch(np.array([size]), np.array([len(extra)]))
+        self._batches_per_epoch = int(of_epoch[0])
+        rows = stream.plan.train[number][client]
+        requests = (
+            Request.of(rows[chosen[chosen < size]], seed, client, number, step // self._batches_per_epoch, step)
+            for step, chosen in enumerate(plan)
+        )
+        own = stream.read(requests) if stream.samples.draws else (stream.take(request.rows) for request in requests)
+        for step, (chosen, batch) in enumerate(zip(plan, own, strict=True)):
+            joining: Tensor = torch.from_numpy(chosen[chosen >= size] - size)
+            if replayed is not None:
+                batch = plain_samples(batch)
+            yield joined([batch, extra.take(joining, seed, client, number, step)]) if len(joining) else batch

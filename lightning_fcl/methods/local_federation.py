@@ -1,0 +1,78 @@
+"""The state of a federation of one client, as which a plain Trainer trains with methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_fcl.data.loader_stream import CLIENT
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import PROGRESS, ClientStore, Memory
+from lightning_fcl.federation.server import FederatedServer
+
+
+class LocalFederation:
+    """The state that methods of a plain Trainer have between epochs and fits: that of one client and of a server.
+
+    The server has the entries of methods alone: the model stays in the module, and is not aggregated.
+
+    Attributes:
+        server: The server, whose store has the state of the client.
+        client: The name of the client.
+        fits: Number of fits that have ended.
+
+    Example:
+        >>> local = LocalFederation()
+        >>> local.memory("EWC"), local.fits
+        ({}, 0)
+    """
+
+    def __init__(self) -> None:
+        self.server = FederatedServer(ClientStore(), client_weights="uniform")
+        self.client = CLIENT
+        self.fits = 0
+        self._has_ended = False  # whether the latest fit has, and no other has begun
+
+    def memory(self, section: str) -> Memory:
+        """Return the client state of a method, by the name of its section."""
+        return self.server.store.memory(self.client, section)
+
+    def entries(self, section: str) -> State:
+        """Return what the server keeps for a method, by the name of its section."""
+        return self.server.kept_for(section)
+
+    def adopt(self, other: LocalFederation, section: str) -> None:
+        """Take over the state of a method that has trained in another Trainer."""
+        if memory := other.memory(section):
+            self.server.store.remember(self.client, section, dict(memory))
+        self.server.extra |= {f"{section}.{name}": value for name, value in other.entries(section).items()}
+        self.fits = max(self.fits, other.fits)
+        self._has_ended = self._has_ended or other._has_ended
+
+    def enter_round(self, client: str, round: int) -> None:
+        """Begin a round of a client. A fit that begins after another one has ended enters another experience."""
+        store = self.server.store
+        if client != self.client:
+            store[client] = store[self.client]
+            store.discard(self.client)
+            self.client = client
+        if round == 0 and self._has_ended:
+            sections = {name: memory for name, memory in store[client].items() if "/" not in name and name != PROGRESS}
+            store[client] = {
+                section: {name: value for name, value in memory.items() if name != "experience"}
+                for section, memory in sections.items()
+            }
+            self.server.accepted.clear()
+        self._has_ended = False
+
+    def end_fit(self) -> None:
+        """Count a fit."""
+        self.fits += 1
+        self._has_ended = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"server": self.server.state_dict(), "client": self.client, "fits": self.fits, "ended": self._has_ended}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.server.load_state_dict(state["server"])
+        self.client, self.fits, self._has_ended = str(state["client"]), int(state["fits"]), bool(state["ended"])
