@@ -77,7 +77,7 @@ def fit_local_epochs(lab, stream):
 
 
 def fit_personal(lab, strategy, has_method=True, method=None):
-    stream, methods = small_stream(clients=1), [method or Personal()] if has_method else []
+    stream, methods = small_stream(client=[0] * 48), [method or Personal()] if has_method else []
     trainer = L.Trainer(strategy=strategy, max_epochs=1, callbacks=methods, **lab.quiet)
     trainer.fit(mlp(), datamodule=stream)
     return has_rounds(trainer)
