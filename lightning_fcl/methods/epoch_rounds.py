@@ -68,7 +68,7 @@ class EpochRounds:
         module, methods, server = self._module, self._methods, self._local.server
         part = self._enter(number)
         round = MethodRound(number, module, methods, self.stream, server, self.stream.seed)
-        server.begin_round(nn.Module(), extra=round.server_entries())
+        server.begin_round(nn.Module(), extra=round.server_entries(), round=number)
         (sent,), (self._kept,) = server.download([part.client])
         model = {name: value.detach().clone() for name, value in entries(module).items()}
         self._begun: State = {**model, **server.state}
