@@ -247,7 +247,10 @@ ROWS |= {
         "Pass a whole number, such as `max_size=200`.",
     ),
     "local epochs on loaders of a plain Trainer": Row(
-        lambda lab, **data: fit_local_epochs(lab, **data), {"stream": False}, {"stream": True}, "`FederatedStream`"
+        lambda lab, **data: fit_local_epochs(lab, **data),
+        {"stream": False},
+        {"stream": True},
+        "Pass the data as a `FederatedStream`",
     ),
     "method of client models in a plain Trainer": Row(
         lambda lab, strategy: fit_personal(lab, strategy),

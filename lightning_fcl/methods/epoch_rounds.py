@@ -97,8 +97,7 @@ class EpochRounds:
                 raise InvalidValueError(
                     f"Expected a `FederatedStream` for `{type(method).__name__}`, which trains {epochs} local epochs "
                     "in a round, but got another loader.",
-                    hint="Pass the data as `FederatedStream` to `Trainer.fit(datamodule=...)`, or train one local "
-                    "epoch.",
+                    hint="Pass the data as a `FederatedStream`: `trainer.fit(module, datamodule=stream)`.",
                     argument="datamodule",
                     value=epochs,
                 )
