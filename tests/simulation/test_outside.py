@@ -24,7 +24,7 @@ from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models import MLP
-from lightning_fcl.simulation import isolation
+from lightning_fcl.simulation import isolation_trial
 from lightning_fcl.simulation.isolation import Isolation
 from lightning_fcl.simulation.trial_steps import TrialSteps
 
@@ -637,7 +637,7 @@ def test_trial_leaves_no_trace(fit, caplog, capsys, monkeypatch):
         return task.state_dict(), task.drawn, numbers, optimizer, counts, traces
 
     state, *traces = run()
-    monkeypatch.setattr(round_module, "isolation_of", lambda round: Isolation("Traces"))
+    monkeypatch.setattr(round_module, "isolation_of", lambda federation: Isolation("Traces"))
     without, *others = run()
     assert traces == others
     assert not same(state, without)  # because the generator starts anew
@@ -651,7 +651,7 @@ def test_trial_is_short(fit, monkeypatch):
             steps.append(number)
             super()._step(samples, number)
 
-    monkeypatch.setattr(isolation, "TrialSteps", Counted)
+    monkeypatch.setattr(isolation_trial, "TrialSteps", Counted)
     fit(Base(), stream_of("abc", rounds=2), cohort_size=1)
     assert steps == [0, 1, 2]
     fit(Classifier(MLP([6, 8, 4]), num_classes=4), stream_of("abc"), [FedProx(0.1)], cohort_size=1)
