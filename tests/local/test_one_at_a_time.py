@@ -280,7 +280,7 @@ def test_it_trains_one_at_a_time_and_says_why(fit, caplog, make):
     obstacle = strategy.why_one_at_a_time
     assert strategy.clients_at_once == 1 and obstacle.reason is REASONS[make]
     assert make not in NAMES or NAMES[make] in obstacle.details
-    logged = [record.args for record in caplog.records if record.name == "lightning_fcl.simulation.limits"]
+    logged = [record.args for record in caplog.records if record.name == "lightning_fcl.simulation.trainer_choice"]
     assert (make.__name__, obstacle) in logged
     one = make()
     fit(one, stream_of(), cohort_size=1, seed=0)

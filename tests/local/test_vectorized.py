@@ -192,7 +192,7 @@ def test_auto_chooses(fit, make_stream, make_task):
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(8, 20), (32, 5), (1000, 2)])  # the last: all of a client's 80
 def test_auto_bounds_the_numbers_in_batches(fit, make_stream, make_task, monkeypatch, batch_size, expected):
-    monkeypatch.setattr("lightning_fcl.simulation.limits._NUMBERS", 1000)
+    monkeypatch.setattr("lightning_fcl.simulation.trainer_choice._NUMBERS", 1000)
     task = make_task(model=nn.Linear(6, 4))  # 28 parameters
     assert clients_per_step(fit, make_stream(batch_size=batch_size), task) == expected
 
