@@ -23,6 +23,7 @@ from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.methods.client import is_labelled
 from lightning_fcl.methods.compose import epochs_of
 from lightning_fcl.methods.declaration import Declaration, client_of, overriding
+from lightning_fcl.methods.experience import lasting
 from lightning_fcl.methods.local_federation import LocalFederation
 from lightning_fcl.methods.method_round import LocalRound, MethodRound, client_before, entered_state
 from lightning_fcl.methods.replay_samples import JoiningSamples, joining_samples
@@ -83,7 +84,11 @@ class EpochRounds:
     def _enter(self, number: int) -> ClientRound:
         """Return the client's part in the round of an epoch, which begins."""
         client = CLIENT if self._planned is None else self._planned.plan.clients[0]
-        self._local.enter_round(client, number)
+        if self._local.enter_round(client, number):
+            for method in self._methods:
+                kept = self._local.entries(method.section)
+                for name in kept.keys() - lasting(method, kept).keys():
+                    del self._local.server.extra[f"{method.section}.{name}"]
         if self._planned is None:
             self._loader.begin_round(self._local.fits, number, self._module.trainer.max_epochs)
         return self.stream.client_round(client, number)

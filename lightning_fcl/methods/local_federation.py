@@ -49,14 +49,15 @@ class LocalFederation:
         self.fits = max(self.fits, other.fits)
         self._has_ended = self._has_ended or other._has_ended
 
-    def enter_round(self, client: str, round: int) -> None:
-        """Begin a round of a client. A fit that begins after another one has ended enters another experience."""
+    def enter_round(self, client: str, round: int) -> bool:
+        """Begin a round of a client. Return whether it begins a fit after another one, which enters an experience."""
         store = self.server.store
         if client != self.client:
             store[client] = store[self.client]
             store.discard(self.client)
             self.client = client
-        if round == 0 and self._has_ended:
+        enters = round == 0 and self._has_ended
+        if enters:
             sections = {name: memory for name, memory in store[client].items() if "/" not in name and name != PROGRESS}
             store[client] = {
                 section: {name: value for name, value in memory.items() if name != "experience"}
@@ -64,6 +65,7 @@ class LocalFederation:
             }
             self.server.accepted.clear()
         self._has_ended = False
+        return enters
 
     def end_fit(self) -> None:
         """Count a fit."""
