@@ -81,7 +81,8 @@ from lightning_fcl.errors import (
     MissingValueError,
     UnknownNameError,
 )
-from lightning_fcl.federation.uploads import Stage, UploadTransform
+from lightning_fcl.federation.pipeline import Pipeline
+from lightning_fcl.federation.uploads import Setting, Stage, UploadTransform
 from lightning_fcl.federation.wire import Quantize
 from lightning_fcl.models import HARCNN, MLP, Decomposed, DyTox, EchoStateNetwork, ViT
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
@@ -653,6 +654,14 @@ ROWS |= {
         {"compression": TopK(0.1), "reductions": {"*": "sparse_mean"}},
         {"compression": None},
         "or leave `compression` out.",
+    ),
+    "a mask beside a method whose clients send messages": Row(
+        lambda lab, senders: Pipeline([SumsOnly()]).setup(
+            Setting({}, {}, [], seed=0, round=0, clients=[], senders=senders)
+        ),
+        {"senders": ["FedWEIT"]},
+        {"senders": []},
+        "Remove the method, or",
     ),
     "a mask beside a median": Row(
         lambda lab, **options: fit_one_round(lab, **options),

@@ -1509,6 +1509,13 @@ ROWS |= {
         SAME,
         RefusedError,
     ),
+    "upload of another shape": Row(
+        sent,
+        {"change": lambda w: w[:2]},
+        {"change": lambda w: w},
+        SAME,
+        RefusedError,
+    ),
     "round before the last": Row(
         lambda lab, round: (written(lab, "round.json", '{"round": 3}'), memories(lab.folder, "1", round)),
         {"round": 1},
