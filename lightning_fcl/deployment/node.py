@@ -161,7 +161,7 @@ class NodeServer(FederatedServer):
     ) -> list[bool]:
         """Encode the upload for the answer to the server. Return whether its values are finite."""
         self.trained = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
-        uploads, taken, _ = self.encode(self.trained, states, messages)
+        uploads, taken, _, _ = self.encode(self.trained, states, messages)
         if all(taken):
             self.answer = {name: value.detach().clone() for name, value in uploads.sent(0).items()}
         return taken

@@ -218,23 +218,23 @@ class FederatedServer:
             Whether each client's upload was accepted. Uploads with numbers that are not finite are dropped.
         """
         parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
-        uploads, taken, sums = self.encode(parts, states, messages)
+        uploads, taken, sums, odd = self.encode(parts, states, messages)
         if not len(uploads):
             return taken
         for client, nbytes in zip(uploads.clients.clients, uploads.nbytes(), strict=True):
             self.record.upload(client, nbytes)
         self.decode(uploads)
-        accepted = iter(self.accept(uploads, sums))
+        accepted = iter(self.accept(uploads) if self.pipeline.transforms else self.accept(uploads, sums, odd))
         return [fine and next(accepted) for fine in taken]
 
     def encode(
         self, parts: ClientRounds, states: Mapping[str, Tensor], messages: Messages | None = None
-    ) -> tuple[Uploads, list[bool], CohortSums]:
+    ) -> tuple[Uploads, list[bool], CohortSums, list[str]]:
         """Do the clients' part of an upload: drop what is not finite, and apply the transforms.
 
         Returns:
-            The uploads of the clients whose numbers are finite, whether each client is one of them, and the weighted
-            sums of their entries as far as they are known.
+            The uploads of the clients whose numbers are finite, whether each client is one of them, the weighted sums
+            of their entries as far as they are known, and the entries in which numbers of the server are not finite.
         """
         missing = [name for name, reduction in self.reductions.items() if reduction.up and name not in states]
         if missing:
@@ -251,10 +251,7 @@ class FederatedServer:
         if len(rows) < len(taken):
             parts, weights = ClientRounds.of([parts[row] for row in rows]), [weights[row] for row in rows]
             sent = {name: value[rows] for name, value in sent.items()}
-        if not self.pipeline.needs_updates:
-            sent = self.aggregator.set_aside(sent, odd)
-        if plain and rows and (odd or len(rows) < len(taken)):
-            sums = self.aggregator.sum_cohort(sent, weights) if len(rows) > 1 else {}
+            sums = self.aggregator.sum_cohort(sent, weights) if len(rows) > 1 and plain else {}
         kept = [self.store[client] for client in parts.clients] if self.pipeline.keeps_state else ()
         uploads = Uploads(parts, weights, self.reductions, sent, {} if plain else self._origins(parts.clients))
         uploads.kept = kept
@@ -270,7 +267,7 @@ class FederatedServer:
         for section, memories in uploads.memories.items():
             for client, memory in zip(parts.clients, memories, strict=True):
                 self._memories.setdefault(client, {})[section] = memory
-        return uploads, taken, sums
+        return uploads, taken, sums, odd
 
     def received(self, clients: ClientRounds, tensors: Mapping[str, Tensor]) -> Uploads:
         """Return the upload of one client from the tensors that its node has sent, see `Pipeline.received`."""
@@ -282,33 +279,35 @@ class FederatedServer:
         if self.pipeline.mask is None:
             self.pipeline.decode(uploads)
 
-    def accept(self, uploads: Uploads, sums: CohortSums | None = None) -> list[bool]:
+    def accept(self, uploads: Uploads, sums: CohortSums | None = None, odd: Sequence[str] | None = None) -> list[bool]:
         """Do the rest of the server's part of an upload: drop what is not finite, and add.
 
         Args:
             uploads: The uploads, decoded.
             sums: The weighted sums of entries, as far as they are known.
+            odd: Entries in which numbers of the server are not finite, if all other numbers of the uploads are known to
+                be finite. None: check the uploads.
 
         Returns:
             Whether each client's upload was accepted.
         """
-        rows = list(range(len(uploads)))
-        if self.pipeline.mask is not None:
-            values = uploads.tensors()
-        else:
-            if self.pipeline.transforms:
-                taken = self._check_decoded(uploads)
-                rows = [row for row, fine in enumerate(taken) if fine]
-            adjusted = self.adjust(uploads)
-            values = uploads.values
-            if adjusted and not self.pipeline.transforms:
-                sums = self.aggregator.sum_cohort(values, uploads.weights) if len(uploads) > 1 else {}
-            if self.aggregator.sums is not None:
-                values = {n: v if n in self.aggregator.sums.names else uploads.state(n) for n, v in values.items()}
+        rows, masked = list(range(len(uploads))), self.pipeline.mask is not None
+        if odd is None:
+            taken, odd = self._check_decoded(uploads) if not masked else ([True] * len(uploads), [])
+            rows = [row for row, fine in enumerate(taken) if fine]
+        if not masked and self.adjust(uploads):
+            sums = None
+        values = uploads.tensors() if masked else uploads.values
         clients, weights = uploads.clients.clients, uploads.weights
+        if self.aggregator.sums is not None and not masked:
+            values = {n: v if n in self.aggregator.sums.names else uploads.state(n) for n, v in values.items()}
         if len(rows) < len(uploads):
             values = {name: value[rows] for name, value in values.items()}
             clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
+        if not self.pipeline.needs_updates:
+            values = self.aggregator.set_aside(values, odd)
+            if sums is None or odd or len(rows) < len(uploads):
+                sums = self.aggregator.sum_cohort(values, weights) if len(rows) > 1 else {}
         if rows:
             numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
             self.aggregator.add_all(values, weights, numbers, sums)
@@ -357,21 +356,18 @@ class FederatedServer:
         """Return the values from which updates are measured, see `Uploads`."""
         return {name: of.nothing(self.state[name]) for name, of in self.reductions.items() if of.up}
 
-    def _check_decoded(self, uploads: Uploads) -> list[bool]:
-        """Drop clients whose decoded uploads are not finite where the server's state is."""
-        odd = {name: ~torch.isfinite(self.state[name]) for name in uploads.values}
-        numbers = {
-            name: value for name, value in uploads.values.items() if value.is_floating_point() or value.is_complex()
-        }
-        taken = [True] * len(uploads)
-        if all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
-            return taken
-        for row in range(len(uploads)):
-            wrong = [n for n, value in numbers.items() if not bool((torch.isfinite(value[row]) | odd[n]).all())]
-            if wrong:
-                self._drop(uploads.clients[row], wrong)
-                taken[row] = False
-        return taken
+    def _check_decoded(self, uploads: Uploads) -> tuple[list[bool], list[str]]:
+        """Drop clients whose decoded uploads are not finite, see `check`."""
+        if not uploads.are_updates:
+            return self.check(uploads.clients, uploads.values, {})
+        faults: dict[int, list[str]] = {}
+        for name, value in uploads.values.items():
+            finite = torch.isfinite(value).view(*value.shape, 1).flatten(1).all(dim=1).tolist()
+            for row in itertools.compress(range(len(uploads)), (not fine for fine in finite)):
+                faults.setdefault(row, []).append(name)
+        for row, names in faults.items():
+            self._drop(uploads.clients[row], names)
+        return [row not in faults for row in range(len(uploads))], []
 
     def check(
         self, parts: ClientRounds, states: Mapping[str, Tensor], sums: CohortSums

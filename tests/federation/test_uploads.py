@@ -416,7 +416,7 @@ def test_the_server_decodes_what_a_client_sent_as_in_a_simulation(transforms):
     states["M.some"] = torch.zeros(1, 5)
     parts = ClientRounds.of(client_rounds("a"))
     client, server = (server_of(transforms, extra)[0] for _ in range(2))
-    sent, _, _ = client.encode(parts, states)
+    sent, _, _, _ = client.encode(parts, states)
     tensors = sent.sent(0)
     arrived = server.received(parts, tensors)
     server.decode(arrived)
@@ -447,3 +447,25 @@ def test_order_and_contradictions_are_rejected_when_a_strategy_is_made():
     with raises(InvalidValueError, "compression"):
         FederatedStrategy(compression=TopK(0.1), upload_transforms=[Masks()])
     assert Mean().averages and not BUILT_IN["median"].averages
+
+
+@pytest.mark.parametrize("transforms", [[], [TopK(0.3)], [Updates()]])
+def test_a_server_drops_what_a_node_sends_that_is_not_finite_and_keeps_its_own(transforms):
+    """A client may send anything: the check of the client is not relied on."""
+    extra = {"M.mask": (torch.tensor([0.0, -torch.inf]), "mean")}
+    server, client = (server_of(transforms, extra)[0] for _ in range(2))
+    for name, fine in (("a", True), ("b", False)):
+        parts, states = ClientRounds.of(client_rounds(name)), uploads_of(server, 1)
+        states["M.mask"] = server.state["M.mask"][None].clone()
+        sent, _, _, _ = client.encode(parts, states)
+        tensors = sent.sent(0)
+        if not fine:
+            tensors = {
+                n: v.fill_(torch.nan) if n.startswith("weight") and v.is_floating_point() else v
+                for n, v in tensors.items()
+            }
+        arrived = server.received(parts, tensors)
+        server.decode(arrived)
+        assert server.accept(arrived) == [fine]
+    assert list(server.record.dropped) == ["b"] and server.record.trained == ["a"]
+    assert server.finish_round()["M.mask"].tolist() == [0.0, -torch.inf]
