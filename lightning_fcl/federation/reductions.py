@@ -47,6 +47,7 @@ class Reduction:
     values, say whether two are the same.
 
     Example:
+        >>> from lightning_fcl.federation.accumulators import Gather
         >>> class Maximum(Reduction):
         ...     name = "maximum"
         ...

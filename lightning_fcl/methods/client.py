@@ -148,7 +148,8 @@ class Client:
         """Seed of the draws of methods."""
         if self.federation is not None:
             return self.federation.seed
-        stream = None if self._module is None else stream_of(self._module.trainer)
+        attached = self._module is not None and self._module._trainer is not None
+        stream = stream_of(self.module.trainer) if attached else None
         return global_seed() if stream is None else stream.seed
 
     @property

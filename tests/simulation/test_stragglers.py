@@ -276,7 +276,6 @@ def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ({"schedule": FedBuff(Speeds(1.0), 2), "compression": TopK(0.1)}, (InvalidValueError, "compression")),
         ({"schedule": 30.0}, (InvalidTypeError, "schedule")),
         ({"schedule": FedBuff(Speeds(1.0), 4)}, (InvalidValueError, "buffer_size")),
         ({"schedule": Deadline(Speeds(1.0, clients={"9": {"latency": 1}}))}, (UnknownNameError, "names")),
