@@ -359,8 +359,9 @@ def test_a_recipe_names_a_schedule_and_its_report_tells_the_clock(recipe, tmp_pa
     assert lines[0][-1] == "simulated_time"
     assert float(lines[-1][-1]) == pytest.approx(total)
     page = (tmp_path / "out" / "report.html").read_text()
-    assert f"{total:.1f} s, 0 late uploads" in page
-    assert "by the clock of the rehearsed deployment" in page and "seconds since the beginning" in page
+    assert f"<td>{total:.1f} s</td><td>duration by the clock of the timing simulation" in page
+    assert "<td>0</td><td>number of late uploads in the timing simulation" in page
+    assert "seconds since the beginning" in page
     strategy = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["trainer"]["strategy"]
     kept = strategy["init_args"]["schedule"]
     assert kept["class_path"].endswith("FedBuff") and kept["init_args"]["staleness_exponent"] == 0.5
