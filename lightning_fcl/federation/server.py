@@ -253,8 +253,8 @@ class FederatedServer:
             sent = {name: value[rows] for name, value in sent.items()}
             sums = self.aggregator.sum_cohort(sent, weights) if len(rows) > 1 and plain else {}
         kept = [self.store[client] for client in parts.clients] if self.pipeline.keeps_state else ()
-        uploads = Uploads(parts, weights, self.reductions, sent, {} if plain else self._origins(parts.clients))
-        uploads.kept = kept
+        origins = {} if plain else self._origins(parts.clients)
+        uploads = Uploads(parts, weights, self.reductions, sent, origins, kept=kept)
         for section, each in (messages or {}).items():
             uploads.messages[section] = [each[row] for row in rows]
         uploads.exchanged = [self._exchanged.setdefault(client, {}) for client in parts.clients]

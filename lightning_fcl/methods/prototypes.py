@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import lightning.pytorch as L
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import InvalidValueError, at_least, check_arguments, one_of
-from lightning_fcl.federation.accumulators import Accumulator
+from lightning_fcl.federation.accumulators import Accumulator, PlainSums
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.exact import ExactSums
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
-from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import SparseMean, Sum
 from lightning_fcl.methods.client import Client, Step
 from lightning_fcl.methods.declaration import Clients
@@ -56,16 +54,7 @@ class SumOfSome(Sum):
         return torch.zeros_like(like) if packed.shape == (0,) else super().unpack(packed, like)
 
 
-class _Sums:
-    def __init__(self) -> None:
-        self._sums = ExactSums()
-
-    def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        self._sums.add(values)
-
-    def combine(self, ranks: Ranks) -> None:
-        self._sums.combine(ranks)
-
+class _Sums(PlainSums):
     def result(self, server: Mapping[str, Tensor]) -> State:
         totals = {
             name: exact.total(server[name].dtype).to(server[name].device) for name, exact in self._sums.by_name.items()
