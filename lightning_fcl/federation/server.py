@@ -257,7 +257,8 @@ class FederatedServer:
         uploads = Uploads(parts, weights, self.reductions, sent, origins, kept=kept)
         for section, each in (messages or {}).items():
             uploads.messages[section] = [each[row] for row in rows]
-        uploads.exchanged = [self._exchanged.setdefault(client, {}) for client in parts.clients]
+        if self.pipeline.exchanges:
+            uploads.exchanged = [self._exchanged.setdefault(client, {}) for client in parts.clients]
         self._leave_out(uploads)
         if self.pipeline.needs_updates:
             uploads.values = {name: difference(value, uploads.origins[name]) for name, value in sent.items()}
@@ -291,10 +292,10 @@ class FederatedServer:
         Returns:
             Whether each client's upload was accepted.
         """
-        rows, masked = list(range(len(uploads))), self.pipeline.mask is not None
+        taken, masked = [True] * len(uploads), self.pipeline.mask is not None
         if odd is None:
-            taken, odd = self._check_decoded(uploads) if not masked else ([True] * len(uploads), [])
-            rows = [row for row, fine in enumerate(taken) if fine]
+            taken, odd = self._check_decoded(uploads) if not masked else (taken, [])
+        rows = [row for row, fine in enumerate(taken) if fine]
         if not masked and self.adjust(uploads):
             sums = None
         values = uploads.tensors() if masked else uploads.values
@@ -318,7 +319,7 @@ class FederatedServer:
             for section, each in uploads.messages.items():
                 arrived = self.messages.setdefault(section, {})
                 arrived |= {client: each[row] for client, row in zip(clients, rows, strict=True)}
-        return [row in rows for row in range(len(uploads))]
+        return taken
 
     def send(self, client: str, tensors: State) -> State:
         """Send a client tensors beside the download of the state, and count their bytes. Return what it receives."""

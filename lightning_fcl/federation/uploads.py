@@ -217,12 +217,14 @@ class Uploads:
         same = [value for name, value in self.values.items() if reductions[name].by_shape]
         each = sum(value[0].nbytes for value in [*same, *(v for c in self.codes.values() for v in c.tensors.values())])
         packed = [name for name in self.values if not reductions[name].by_shape]
-        numbers = []
-        for row, unchanged in enumerate(self.unchanged):
-            more = sum(reductions[name].wire_bytes(self.values[name][row]) for name in packed if name not in unchanged)
-            less = sum(self.values[name][row].nbytes for name in unchanged if reductions[name].by_shape)
-            beside = sum(pack_nonzero(v).nbytes for sent in self.messages.values() for v in sent[row].values())
-            numbers.append(each + more - less + beside)
+        numbers = [each] * len(self)
+        if packed or self.messages or any(self.unchanged):
+            for row, unchanged in enumerate(self.unchanged):
+                sent = [name for name in packed if name not in unchanged]
+                numbers[row] += sum(reductions[name].wire_bytes(self.values[name][row]) for name in sent)
+                numbers[row] -= sum(self.values[name][row].nbytes for name in unchanged if reductions[name].by_shape)
+                messages = (value for each_client in self.messages.values() for value in each_client[row].values())
+                numbers[row] += sum(pack_nonzero(value).nbytes for value in messages)
         return numbers
 
 
