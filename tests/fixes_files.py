@@ -483,8 +483,8 @@ ROWS |= {
         fit_callbacks,
         {"callbacks": "{class_path: lightning_fcl.callbacks.Replay}, {class_path: lightning_fcl.callbacks.Replay}"},
         {"callbacks": "{class_path: lightning_fcl.callbacks.Replay}"},
-        "Leave all but one out",
-        argument="trainer.callbacks",
+        "Keep one `Replay`, and remove the others",
+        argument="callbacks",
     ),
     "unknown argument of the data": Row(
         recipe,

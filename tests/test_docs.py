@@ -135,5 +135,5 @@ def test_what_the_pictures_name_is_there():
             if isinstance(scope, ast.Module | ast.ClassDef):
                 name = scope.name if isinstance(scope, ast.ClassDef) else path.stem
                 defined |= {(name, member.name) for member in scope.body if isinstance(member, ast.FunctionDef)}
-    assert len(pictures) == 3 and len(named) > 12
+    assert len(pictures) == 2 and len(named) > 12
     assert named <= defined

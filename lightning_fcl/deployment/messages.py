@@ -110,9 +110,9 @@ def refusing(sender: str) -> Iterator[None]:
     try:
         yield
     except RefusedError as error:
-        if reason_of(error) == str(error):
-            raise
-        raise RefusedError(reason_of(error), argument=error.argument, code=error.code) from error
+        refusal = RefusedError(reason_of(error), argument=error.argument, code=error.code)
+        refusal.hint = error.hint
+        raise refusal from error
     except Exception as error:  # whatever a message makes of its reader, also RecursionError and MemoryError
         said = f"Expected a message of {sender} that can be read but got {type(error).__name__}: {reason_of(error)}"
         raise RefusedError(reason_of(said)) from error
