@@ -97,7 +97,7 @@ def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wir
                 change, _ = list(HELLOS.values())[number - 100]
                 yield change(Message.of(self.reached[8].answer(parcel))).record()
 
-    fit = prepared.serve(Late(prepared.nodes()), clients_at_least=3)
+    fit = prepared.serve(Late(prepared.nodes()), clients_at_least=3, join_seconds=60)
     assert same(prepared.simulated.model, fit.model)
     said = dict(re.findall(r"Ignored node (\d+) \(client .*?\): (.*)", caplog.text))
     assert len(said) == len(HELLOS)
