@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Python keeps the compiled package and the compiled tests. Otherwise each worker and each child process compiles them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage test-slow test-processes strangers flower-versions test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
+.PHONY: demo test coverage test-slow test-long test-processes strangers flower-versions test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -24,8 +24,11 @@ test: .venv/ready ## the tests that take less than half a second each: nine of t
 coverage: .venv/ready ## all tests but the slow ones, with the lines that none has run
 	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term
 
-test-slow: .venv/ready ## the others, but for those of the next line
-	$(BIN)/python -m pytest -n 2 -m "(seconds or slow) and not processes"
+test-slow: .venv/ready ## the others, but for those of the next two
+	$(BIN)/python -m pytest -n 2 -m "(seconds or slow) and not processes and not long"
+
+test-long: .venv/ready ## before a release: what takes a minute or more, and cases that are much like others
+	$(BIN)/python -m pytest -n 2 -m long
 
 test-processes: .venv/ready ## those that mostly wait for processes which they start: more of them at a time than there are cores
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(seconds or slow) and processes"

@@ -46,8 +46,11 @@ def run(monkeypatch, tmp_path):
         logging.getLogger(name).setLevel(level)
 
 
+LONG = ("round_overhead", "level_with_avalanche", "attention_step", "fedvit_step", "versions", "durable_files")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in RUNS])
 def test_a_benchmark_runs(name, run, capsys):
     if name == "reservoir":
         pytest.importorskip("reservoirpy")

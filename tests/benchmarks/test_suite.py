@@ -130,6 +130,7 @@ def test_the_documents_have_the_marks():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_measures_in_processes_that_do_what_the_loop_does(tmp_path, monkeypatch, capsys):
     words = ["--quick", "--repeats", "1", "--out", str(tmp_path), "--workloads", "digits-100"]
     monkeypatch.setattr(sys, "argv", ["run.py", *words, "--engines", "loop", "ours", "loop-two"])

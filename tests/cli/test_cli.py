@@ -374,6 +374,10 @@ ODFCL = paper_rows(RECIPES / "odfcl", None)
 # Those left out are the same files with another rate, swarm or base session; `make recipes` runs them all.
 ALIKE = r"naive at|swarm of [125]$|fine-tuning: |ODFCL: |joint training: base|ridge: ORL"
 TRIED = [row for row in ODFCL if not re.search(ALIKE, row)]
+# `make recipes` also runs all rows, where the data set is there.
+SLOW_ROW = {
+    row: [pytest.mark.slow] if re.search("swarm|ridge", row) else [pytest.mark.slow, pytest.mark.long] for row in TRIED
+}
 
 
 @pytest.fixture
@@ -396,7 +400,7 @@ def short(tmp_path):
 
 @pytest.mark.seconds
 @pytest.mark.data
-@pytest.mark.parametrize("row", [row if row == "ODFCL" else pytest.param(row, marks=pytest.mark.slow) for row in TRIED])
+@pytest.mark.parametrize("row", [row if row == "ODFCL" else pytest.param(row, marks=SLOW_ROW[row]) for row in TRIED])
 def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
     recipe, smallest = ODFCL[row], RECIPES / "odfcl" / "scale-smoke.yaml"
     words = [word for path in (*recipe.configs, smallest) for word in short(path)]

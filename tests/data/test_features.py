@@ -291,6 +291,7 @@ def test_what_needs_no_features_makes_none(tmp_path, cache, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_recipe_names_its_backbone_is_exported_and_a_command_deletes_its_features(tmp_path, cache, capsys):
     """The file takes images."""
     main(["fit", write_recipe(tmp_path), "--out", str(tmp_path / "run")])

@@ -32,7 +32,11 @@ def test_all_are_listed():
 # A minute and more of images for each test sample to be embedded.
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("lite0.") else name for name in NAMES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) if name.startswith("lite0.") else name
+        for name in NAMES
+    ],
 )
 def test_it_is_as_its_card_says(name):
     verdict = zoo.verify(name)
