@@ -5,8 +5,9 @@
 
 Two processes import one version each. For every case they run one fit each without measuring it, then they run fits in
 turns, and the ratio is taken pair by pair. The cases are those of `round_overhead.py` with digits, those of
-`any_module.py`, and methods that compute something when an experience ends: 20 clients with digits, 5 experiences of 4
-rounds, all clients or one in five in each round. For these the bytes that clients keep and upload are compared too.
+`any_module.py`, steps of a Trainer without a federation, and methods that compute something when an experience ends: 20
+clients with digits, 5 experiences of 4 rounds, all clients or one in five in each round. For these the bytes that clients
+keep and upload are compared too.
 Nothing else should run on the machine.
 """
 
@@ -69,6 +70,31 @@ def train(method, participation):
     return (clock.end - clock.start) / 19, max(state_bytes), sum(upload_bytes)
 
 
+def train_plain(method, epochs):
+    """Train a method in a Trainer without a federation, and return the processor seconds of a step."""
+    import lightning.pytorch as L
+    import torch
+    from round_overhead import Clock
+    from sklearn.datasets import load_digits
+
+    from lightning_fcl import Classifier, callbacks
+    from lightning_fcl.models import MLP
+
+    x, y = load_digits(return_X_y=True)
+    samples = torch.utils.data.TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
+    loader = torch.utils.data.DataLoader(samples, batch_size=16)
+    torch.manual_seed(0)
+    task = Classifier(MLP([64, 32, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.05))
+    clock = Clock(time.process_time)
+    methods = [getattr(callbacks, name)(**options) for name, options in METHODS[method]]
+    trainer = L.Trainer(
+        max_epochs=epochs + 1, callbacks=[clock, *methods], logger=False, accelerator="cpu",
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(task, loader)
+    return (clock.end - clock.start) / (epochs * len(loader))
+
+
 def cases(quick):
     """Name each case, with the function that returns its processor seconds of a round."""
     import any_module
@@ -94,6 +120,8 @@ def cases(quick):
     functions["any_module: one client at a time"] = lambda: any_module.through_trainer(
         "plain", 2 if quick else 10, 2, 1, time.process_time
     )[0]
+    for method in ("FedAvg", "EWC", "Replay"):
+        functions[f"plain Trainer, a step: {method}"] = functools.partial(train_plain, method, 1 if quick else 5)
     fits = 1 if quick else 3
     for participation in (1.0, 0.2):
         for method in METHODS:
@@ -175,7 +203,7 @@ def main():
         ratios = [new / old for new, old in pairs]
         new, old = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
         print(
-            f"{case:46} {new:8.2f} ms/round, other {old:8.2f} ms, ratio {statistics.median(ratios):.3f} "
+            f"{case:46} {new:8.2f} ms, other {old:8.2f} ms, ratio {statistics.median(ratios):.3f} "
             f"({min(ratios):.3f} to {max(ratios):.3f})",
             flush=True,
         )
