@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 60.0
-"""Seconds that a node has to say who it is."""
+"""Seconds after which a node that has not said who it is is ignored until it answers, and asked again."""
+
+HELLO_LIFETIME = 600.0
+"""Seconds for which a node can answer such a question. On a slow device, imports alone can take more than a minute."""
 
 AGAIN_SECONDS = 3.0
 """Seconds after which a node that was refused, or a client that was lost in a round, is asked again."""
@@ -49,7 +52,7 @@ class Seen:
     let_in: bool = False
     alike: bool = False  # whether it has what never travels as the server has it
     asked: float = -math.inf  # when it was asked last who it is
-    message: str = ""  # that asked it, and has no answer yet
+    messages: list[str] = field(default_factory=list)  # that asked it, and have no answer yet
 
 
 @dataclass
@@ -153,22 +156,26 @@ class Members:
         self._nodes = {node: before.get(node) or Seen(key) for node, key in self._link.nodes().items()}
         for node in before.keys() - self._nodes.keys():
             log.info("Node %d (client %s) disconnected.", node, before[node].client or "unknown")
-        waiting = {one.message: node for node, one in self._nodes.items() if one.message}
+        waiting = {message: node for node, one in self._nodes.items() for message in one.messages}
         for message, answer in [*self._link.answers(waiting)] if waiting else ():
-            self._welcome(waiting[message], answer)
-        for node, one in self._nodes.items():
-            if one.message and now - one.asked > HELLO_SECONDS:
-                self._welcome(
-                    node,
-                    f"Expected an answer of node {node} within {HELLO_SECONDS:g} s but got none. If it was started "
-                    "with `--isolation process`, start `lightning-fcl deploy executor` beside it.",
-                )
-        strange = [node for node, one in sorted(self._nodes.items()) if not (one.let_in or one.message)]
-        due = [node for node in strange if now - self._nodes[node].asked >= AGAIN_SECONDS]
+            one = self._nodes[waiting[message]]
+            if message in one.messages:
+                one.messages = [other for other in one.messages if other != message and isinstance(answer, str)]
+                if not one.messages:
+                    self._welcome(waiting[message], answer)
+        unheard = [node for node, one in self._nodes.items() if one.messages and now - one.asked > HELLO_SECONDS]
+        for node in unheard:
+            self._welcome(
+                node,
+                f"Expected an answer of node {node} within {HELLO_SECONDS:g} s but got none. If it was started "
+                "with `--isolation process`, start `lightning-fcl deploy executor` beside it.",
+            )
+        strange = [node for node, one in sorted(self._nodes.items()) if not (one.let_in or one.messages)]
+        due = [node for node in strange if now - self._nodes[node].asked >= AGAIN_SECONDS] + unheard
         for node in due:
             self._nodes[node].asked = now
-        for message, node in (self._link.send(dict.fromkeys(due, self._hello), HELLO_SECONDS) if due else {}).items():
-            self._nodes[node].message = message
+        for message, node in (self._link.send(dict.fromkeys(due, self._hello), HELLO_LIFETIME) if due else {}).items():
+            self._nodes[node].messages.append(message)
         return self._let_in()
 
     def _let_in(self) -> dict[str, int]:
@@ -190,7 +197,7 @@ class Members:
 
     def _welcome(self, node: int, answer: RecordDict | str) -> None:
         one, greeting = self._nodes[node], greeting_of(answer, self._recipe)
-        before, one.message = (one.client, one.why), ""
+        before = one.client, one.why
         one.client = one.client if isinstance(answer, str) else greeting.client
         one.why = greeting.fault or self._fault(node, one)
         if one.why:
@@ -287,7 +294,7 @@ class Members:
     @property
     def _unheard(self) -> set[int]:
         """Nodes that have not answered yet who they are, nor failed to answer before."""
-        return {node for node, one in self._nodes.items() if one.message and not one.why}
+        return {node for node, one in self._nodes.items() if one.messages and not one.why}
 
     def _send(self, nodes: Mapping[str, int], parcel: Pack) -> None:
         now = time.monotonic()

@@ -46,13 +46,15 @@ class Air:
 
     def send(self, parcels, seconds):
         new = {f"m{next(self.numbers)}": node for node in parcels if node in self.there}
-        self.sent |= {message: (node, parcels[node]) for message, node in new.items()}
+        self.sent |= {message: (node, parcels[node], self.clock.now) for message, node in new.items()}
         self.log += [(self.clock.now - 100, node, parcels[node].head["kind"]) for node in new.values()]
         return new
 
     def answers(self, messages):
         for message in list(messages):
-            node, parcel = self.sent[message]
+            node, parcel, since = self.sent[message]
+            if self.clock.now - since < getattr(self.there.get(node), "takes", 0):
+                continue
             answer = self.there[node](parcel, self.clock.now - 100) if node in self.there else self.answers_of_the_gone
             if answer is not None:
                 yield message, answer
@@ -71,6 +73,13 @@ def client(name):
 def changing(*parts):
     """A node that answers as another one from some time on."""
     return lambda parcel, now: next(node for since, node in reversed(parts) if now >= since)(parcel, now)
+
+
+def slow(name, seconds):
+    """A client on a device that needs some seconds for an answer."""
+    node = client(name)
+    node.takes = seconds
+    return node
 
 
 def silent(parcel, now):
@@ -203,6 +212,13 @@ def test_gather_node_that_answers_late_who_it_is_gets_the_round(air, gather):
     air.there = {7: client("a"), 8: changing((0, silent), (10, client("b")))}
     assert gather(["a", "b"], 1) == 2 and gather.left == {} and gather.taken == ["a", "b"]
     assert 10 <= air.clock.now - 100 < 11
+
+
+def test_reach_node_that_needs_longer_than_the_time_to_ask_again_joins(air, members, caplog):
+    air.there = {7: slow("a", HELLO_SECONDS + 20)}
+    assert members.reach(["a"], 1) == {"a": 7}
+    assert HELLO_SECONDS + 20 <= air.clock.now - 100 < HELLO_SECONDS + 25
+    assert len(air.asked(7)) == 2 and "Ignored node 7 (client unknown): Expected an answer of node 7" in caplog.text
 
 
 def test_gather_does_not_wait_for_nodes_that_connect_after_the_round_began(air, gather):
