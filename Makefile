@@ -31,7 +31,7 @@ test-long: .venv/ready ## before a release: what takes a minute or more, and cas
 	$(BIN)/python -m pytest -n 2 -m long
 
 test-processes: .venv/ready ## those that mostly wait for processes which they start: more of them at a time than there are cores
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(seconds or slow) and processes"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(seconds or slow) and processes and not long"
 
 # Over .venv, in whose place it has what libraries of others want in other versions; torch and Lightning stay as they are.
 ABOVE := .venv-strangers

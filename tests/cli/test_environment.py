@@ -17,7 +17,7 @@ def run(tmp_path):
         environment = {**os.environ, "FCL": " ".join(MAIN), "LIGHTNING_FCL_CACHE": str(tmp_path / "cache"), **variables}
         environment.pop("PYTHONUNBUFFERED", None)
         done = subprocess.run(
-            ["sh", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+            ["sh", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900
         )
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
         return done.returncode, done.stderr
@@ -51,7 +51,7 @@ def test_command_with_closed_streams_runs_and_writes_its_files(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("home", ["home", "/proc/nothing"])
+@pytest.mark.parametrize("home", ["home", pytest.param("/proc/nothing", marks=pytest.mark.long)])
 def test_fit_writes_nothing_to_the_home_directory_and_needs_none(run, tmp_path, tiny, home):
     (tmp_path / "home").mkdir()
     code, said = run(f"$FCL fit {' '.join(tiny)} --trainer.max_epochs 1 --out out", HOME=str(tmp_path / home))

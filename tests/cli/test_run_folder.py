@@ -228,5 +228,5 @@ def test_a_machine_that_waits_for_others_says_so_and_ends_when_it_is_told_to(wor
         if "Waiting for the 2 processes of 2 machines at 127.0.0.1:29517" in line:
             break
     process.terminate()
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=900)[1]
     assert process.returncode == 143 and "stopped." in said

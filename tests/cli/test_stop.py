@@ -149,7 +149,7 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
         content["trainer"]["callbacks"].append(own)
         files[1].write_text(yaml.safe_dump(content))
     process = start(fit_words(files, "out"))
-    _, said = process.communicate(timeout=240)
+    _, said = process.communicate(timeout=900)
     assert process.returncode == 128 + signal.Signals[name], said
     assert "stopping after this round, 2 of 4" in said and "stopped after round 2 of 4" in said
     assert "Traceback" not in said
@@ -169,11 +169,13 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "code"), [("SIGINT SIGINT", 130), ("SIGINT SIGTERM", 143)])
+@pytest.mark.parametrize(
+    ("names", "code"), [("SIGINT SIGINT", 130), pytest.param("SIGINT SIGTERM", 143, marks=pytest.mark.long)]
+)
 def test_asked_twice_a_fit_stops_at_once(recipe, start, tmp_path, names, code):
     files = recipe({"class_path": "for_a_test.Sends", "init_args": {"signals": names}}, logger=False)
     process = start(fit_words(files, "out"))
-    _, said = process.communicate(timeout=240)
+    _, said = process.communicate(timeout=900)
     assert process.returncode == code, said
     assert "Traceback" not in said and said.count("stopped.") == 1
     out = tmp_path / "out"
@@ -213,16 +215,16 @@ def all_gone(watched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT", pytest.param("SIGHUP", marks=pytest.mark.long)])
 def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
     parent, watched = side_by_side(recipe, start, tmp_path)
     parent.send_signal(signal.Signals[name])
-    _, said = parent.communicate(timeout=120)
+    _, said = parent.communicate(timeout=900)
     assert all_gone(watched)
     assert "Traceback" not in said
     if name == "SIGKILL":
         assert parent.returncode == -signal.SIGKILL
-        start(["data", "list"]).communicate(timeout=120)  # the next command sweeps what a killed one has left
+        start(["data", "list"]).communicate(timeout=900)  # the next command sweeps what a killed one has left
     else:
         assert parent.returncode == 128 + signal.Signals[name], said
         assert "0 of 3 runs are finished; the same command goes on" in said
@@ -233,7 +235,7 @@ def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
 def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
     parent, watched = side_by_side(recipe, start, tmp_path)
     signal.pidfd_send_signal(watched[0], signal.SIGKILL)
-    _, said = parent.communicate(timeout=120)
+    _, said = parent.communicate(timeout=900)
     assert all_gone(watched)
     assert parent.returncode == 2
     assert "Expected each worker to end its runs but one was killed" in said and "Traceback" not in said
@@ -251,7 +253,7 @@ from lightning_fcl.running.recipe import Recipe
 run_job(Job("a run", Recipe(tuple(map(Path, sys.argv[2:]))), 0, Path({str(job.out)!r})))
 """,
     )
-    _, said = process.communicate(timeout=240)
+    _, said = process.communicate(timeout=900)
     assert process.returncode == -signal.SIGKILL, said
     assert (job.out / "results.json").exists() and not (job.out / "report.html").exists()
     assert not finished(job)

@@ -10,7 +10,7 @@ from . import lies
 from .lies import KINDS
 from .recipes import classes
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.long]
 
 LIARS = ["1", "3", "4", "5", "6"]
 

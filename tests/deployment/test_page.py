@@ -60,7 +60,7 @@ def write_data(folder, header):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("section", ["A node's own data", "Data modules"])
+@pytest.mark.parametrize("section", ["A node's own data", pytest.param("Data modules", marks=pytest.mark.long)])
 def test_commands_of_the_page_end_in_a_report_and_the_bits_of_the_simulation(machines, tmp_path, section):
     at, own, rehearsal = machines(), "A node's own data", "A rehearsal on one machine"
     ports = [free_port() for _ in range(3)]
@@ -68,7 +68,7 @@ def test_commands_of_the_page_end_in_a_report_and_the_bits_of_the_simulation(mac
 
     def run(words):
         command = [str(at.bin / words[0]), *words[1:]]
-        ended = subprocess.run(command, env=at.environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        ended = subprocess.run(command, env=at.environment, cwd=tmp_path, capture_output=True, text=True, timeout=900)
         assert ended.returncode == 0, ended.stdout + ended.stderr + at.logs()
         return ended.stdout + ended.stderr
 

@@ -403,7 +403,7 @@ def test_a_script_without_a_guard(tmp_path):
     (tmp_path / "script.py").write_text("\n".join([DATA, SPAWN, *fits]))
     env = {**os.environ, "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "script.py"]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
     assert "weights" in done.stdout, done.stderr
     assert done.returncode == 1
     # A second worker may still write to the same stderr after the error of the main process.
@@ -423,5 +423,5 @@ def test_a_notebook(tmp_path):
         f"{bar}trainer.fit(task, datamodule=stream)\ntrainer.test(task, stream)",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    done = client.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    done = client.NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert "weights" in str(done.cells[1].outputs) and "test/accuracy" in str(done.cells[2].outputs)
