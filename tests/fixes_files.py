@@ -481,6 +481,13 @@ ROWS |= {
     ),
     "same callback twice": Row(
         fit_callbacks,
+        {"callbacks": "{class_path: ContinualMetrics}, {class_path: ContinualMetrics}"},
+        {"callbacks": "{class_path: ContinualMetrics}"},
+        "Leave all but one out",
+        argument="trainer.callbacks",
+    ),
+    "same method twice": Row(
+        fit_callbacks,
         {"callbacks": "{class_path: lightning_fcl.callbacks.Replay}, {class_path: lightning_fcl.callbacks.Replay}"},
         {"callbacks": "{class_path: lightning_fcl.callbacks.Replay}"},
         "Keep one `Replay`, and remove the others",
