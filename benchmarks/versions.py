@@ -6,8 +6,8 @@
 Two processes import one version each. For every case they run one fit each without measuring it, then they run fits in
 turns, and the ratio is taken pair by pair. The cases are those of `round_overhead.py` with digits, those of
 `any_module.py`, steps of a Trainer without a federation, and methods that compute something when an experience ends: 20
-clients with digits, 5 experiences of 4 rounds, all clients or one in five in each round. For these the bytes that clients
-keep and upload are compared too.
+clients with digits, 5 experiences of 4 rounds, all clients or one in five in each round. For these, the bytes that
+clients keep and upload are compared too.
 Nothing else should run on the machine.
 """
 
