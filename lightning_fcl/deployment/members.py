@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 60.0
-"""Seconds after which a node that has not said who it is is ignored until it answers, and asked again."""
+"""Seconds that a node has to name its client. Then the server ignores it until it answers, and asks again."""
 
 HELLO_LIFETIME = 600.0
-"""Seconds for which a node can answer such a question. On a slow device, imports alone can take more than a minute."""
+"""Seconds for which such an answer is accepted. On a slow device, imports alone can take more than a minute."""
 
 AGAIN_SECONDS = 3.0
 """Seconds after which a node that was refused, or a client that was lost in a round, is asked again."""
@@ -163,15 +163,15 @@ class Members:
                 one.messages = [other for other in one.messages if other != message and isinstance(answer, str)]
                 if not one.messages:
                     self._welcome(waiting[message], answer)
-        unheard = [node for node, one in self._nodes.items() if one.messages and now - one.asked > HELLO_SECONDS]
-        for node in unheard:
+        overdue = [node for node, one in self._nodes.items() if one.messages and now - one.asked > HELLO_SECONDS]
+        for node in overdue:
             self._welcome(
                 node,
                 f"Expected an answer of node {node} within {HELLO_SECONDS:g} s but got none. If it was started "
                 "with `--isolation process`, start `lightning-fcl deploy executor` beside it.",
             )
         strange = [node for node, one in sorted(self._nodes.items()) if not (one.let_in or one.messages)]
-        due = [node for node in strange if now - self._nodes[node].asked >= AGAIN_SECONDS] + unheard
+        due = [node for node in strange if now - self._nodes[node].asked >= AGAIN_SECONDS] + overdue
         for node in due:
             self._nodes[node].asked = now
         for message, node in (self._link.send(dict.fromkeys(due, self._hello), HELLO_LIFETIME) if due else {}).items():

@@ -38,7 +38,7 @@ class Air:
 
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
-        self.keys = {}
+        self.keys, self.takes = {}, {}  # of some nodes: the key, and the seconds that an answer takes
         self.answers_of_the_gone = "it is gone"
 
     def nodes(self):
@@ -53,7 +53,7 @@ class Air:
     def answers(self, messages):
         for message in list(messages):
             node, parcel, since = self.sent[message]
-            if self.clock.now - since < getattr(self.there.get(node), "takes", 0):
+            if self.clock.now - since < self.takes.get(node, 0):
                 continue
             answer = self.there[node](parcel, self.clock.now - 100) if node in self.there else self.answers_of_the_gone
             if answer is not None:
@@ -73,13 +73,6 @@ def client(name):
 def changing(*parts):
     """A node that answers as another one from some time on."""
     return lambda parcel, now: next(node for since, node in reversed(parts) if now >= since)(parcel, now)
-
-
-def slow(name, seconds):
-    """A client on a device that needs some seconds for an answer."""
-    node = client(name)
-    node.takes = seconds
-    return node
 
 
 def silent(parcel, now):
@@ -215,7 +208,7 @@ def test_gather_node_that_answers_late_who_it_is_gets_the_round(air, gather):
 
 
 def test_reach_node_that_needs_longer_than_the_time_to_ask_again_joins(air, members, caplog):
-    air.there = {7: slow("a", HELLO_SECONDS + 20)}
+    air.there, air.takes = {7: client("a")}, {7: HELLO_SECONDS + 20}
     assert members.reach(["a"], 1) == {"a": 7}
     assert HELLO_SECONDS + 20 <= air.clock.now - 100 < HELLO_SECONDS + 25
     assert len(air.asked(7)) == 2 and "Ignored node 7 (client unknown): Expected an answer of node 7" in caplog.text
