@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Python keeps the compiled package and the compiled tests. Otherwise each worker and each child process compiles them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage test-slow test-long test-processes strangers flower-versions test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
+.PHONY: demo test coverage test-slow test-long test-processes strangers flower-versions test-cpu test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -22,12 +22,12 @@ test: .venv/ready ## the tests that take less than half a second each: nine of t
 	$(BIN)/python -m pytest -n 2 -m "not seconds and not slow"
 
 coverage: .venv/ready ## all tests but the slow ones, with the lines that none has run
-	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 -m "not slow and not long" --cov --cov-report=term
 
 test-slow: .venv/ready ## the others, but for those of the next two
 	$(BIN)/python -m pytest -n 2 -m "(seconds or slow) and not processes and not long"
 
-test-long: .venv/ready ## before a release: what takes a minute or more, and cases that are much like others
+test-long: .venv/ready ## before a release: what takes most of a minute, and cases that are much like others
 	$(BIN)/python -m pytest -n 2 -m long
 
 test-processes: .venv/ready ## those that mostly wait for processes which they start: more of them at a time than there are cores
@@ -57,13 +57,13 @@ OLDEST := .venv-flower
 flower-versions: .venv-flower/ready ## the executor beside a SuperNode, kills included, with the oldest supported Flower
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m flower tests/deployment
 
-# The kernels of torch and MKL for other CPUs, and another number of threads: both change the order of sums. Waiting threads
+# The kernels of torch and MKL for old CPUs, and another number of threads: both change the order of sums. Waiting threads
 # must sleep (PASSIVE), because two test processes share the cores.
-CPUS = "OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2" "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2"
-ON_CPUS ?= rounding and not slow
+CPU ?= OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2
+ON_CPU ?= rounding and not slow and not long
 
-test-cpus: .venv/ready ## the tests that compare numbers which CPUs round otherwise, as on other CPUs
-	for cpu in $(CPUS); do echo "== $$cpu" && env $$cpu sh -c '$(BIN)/python -m pytest -n 2 -m "$(ON_CPUS)" tests' || exit 1; done
+test-cpu: .venv/ready ## the tests that compare numbers which CPUs round differently, as on another CPU. CPU="MKL_CBWR=AVX2"
+	env $(CPU) $(BIN)/python -m pytest -n 2 -m "$(ON_CPU)" tests
 
 test-portable: .venv/ready ## all tests but the slow ones, as on other CPUs, and on the other Pythons that are there
 	$(BIN)/tox run

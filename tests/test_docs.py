@@ -38,7 +38,14 @@ COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "wh
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=pytest.mark.slow) if path in COMMANDS[1:] else path for path in [README, *PAGES]],
+    [
+        pytest.param(path, marks=pytest.mark.long)
+        if path.stem in ("recipes", "networks")
+        else pytest.param(path, marks=pytest.mark.slow)
+        if path in COMMANDS[1:]
+        else path
+        for path in [README, *PAGES]
+    ],
     ids=lambda path: path.stem,
 )
 def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_first_hour():
     script = Path(__file__).with_name("first_hour.sh")
     environment = {**os.environ, "PYTHON": sys.executable}

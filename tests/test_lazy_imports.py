@@ -156,6 +156,7 @@ def test_an_unknown_name_is_no_attribute(package):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_type_checkers_see_the_real_type_of_every_name(tmp_path):
     names = [f"{package.__name__}.{name}" for package in PACKAGES for name in sorted(package.__all__)]
     lines = [f"import {package.__name__}" for package in PACKAGES] + [f"reveal_type({name})" for name in names]

@@ -161,6 +161,7 @@ def test_others_do_what_the_loop_does(name, engine):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_measurement_ends_with_the_one_who_measures(tmp_path):
     from suite.marks import processes
 

@@ -103,6 +103,7 @@ def here(folder, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_worker_processes_find_them_and_their_number_changes_nothing(here):
     rows = []
     for workers in "12":

@@ -59,6 +59,7 @@ def alone(out, capsys, *more):
     return capsys.readouterr().out.replace(str(out), ""), results(out)
 
 
+@pytest.mark.long
 def test_two_processes_come_to_the_same(tmp_path, capsys):
     """Only the first one speaks."""
     short = ("--trainer.max_epochs", "3")
@@ -69,7 +70,7 @@ def test_two_processes_come_to_the_same(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("victim", ["the first", "another"])
+@pytest.mark.parametrize("victim", [pytest.param("the first", marks=pytest.mark.long), "another"])
 def test_a_process_is_killed(tmp_path, capsys, victim):
     """The others end with a clear message and leave a whole checkpoint, from which any number of them goes on."""
     running = subprocess.Popen(words(tmp_path / "cut", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -219,6 +219,7 @@ def test_what_no_machine_can_do_is_refused_at_once(words, tmp_path, error_of, mo
 
 @pytest.mark.argument("num_nodes", "honoured: machines with as many processes each: [how to start them](scale.md)")
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_machine_that_waits_for_others_says_so_and_ends_when_it_is_told_to(words, tmp_path):
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "NODE_RANK": "1"}
     fit = [sys.executable, "-m", "lightning_fcl", "fit", *words]

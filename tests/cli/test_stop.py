@@ -139,7 +139,7 @@ def same_run(left, right):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start, tmp_path, monkeypatch, name):
     sends = {"class_path": "for_a_test.Sends", "init_args": {"signals": name}}
     own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_epochs": 4}}
@@ -215,7 +215,9 @@ def all_gone(watched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT", pytest.param("SIGHUP", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["SIGKILL", *(pytest.param(name, marks=pytest.mark.long) for name in ("SIGINT", "SIGHUP"))]
+)
 def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
     parent, watched = side_by_side(recipe, start, tmp_path)
     parent.send_signal(signal.Signals[name])
@@ -242,6 +244,7 @@ def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_while_its_report_was_written_is_brought_to_its_end(recipe, start, tmp_path, reports, capsys):
     files = recipe({"class_path": "for_a_test.DiesInReport"}, logger=False)
     job = Job("a run", Recipe(tuple(files)), 0, tmp_path / "out")

@@ -183,6 +183,7 @@ def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, t
 
 
 @pytest.mark.seconds
+@pytest.mark.long
 def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, error_of, pretend, recipe):
     seen = pretend()
     main(search(trials=2))

@@ -39,7 +39,7 @@ def printed(home, code=CODE):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("exists", [pytest.param(True, marks=pytest.mark.long), False])
 def test_avalanche_is_imported_light_and_uses_the_packages_later(tmp_path, exists):
     home = tmp_path if exists else "/proc/nothing"
     loaded, location, used, same = printed(home)
@@ -52,6 +52,7 @@ def test_avalanche_is_imported_light_and_uses_the_packages_later(tmp_path, exist
 
 
 @pytest.mark.seconds
+@pytest.mark.long
 def test_settings_of_the_user_are_read(tmp_path):
     (tmp_path / ".avalanche").mkdir()
     settings = tmp_path / ".avalanche" / "config.json"
@@ -61,6 +62,7 @@ def test_settings_of_the_user_are_read(tmp_path):
 
 
 @pytest.mark.seconds
+@pytest.mark.long
 def test_avalanche_imported_by_the_user_first_is_the_same(tmp_path):
     code = "from avalanche.benchmarks import nc_benchmark as first\n"
     code += "from lightning_fcl.data.avalanche import nc_benchmark\nprint(first is nc_benchmark)\n"

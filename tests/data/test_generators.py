@@ -339,7 +339,14 @@ def test_validation_and_metrics_do_not_change_training(quiet, name, shared):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("name", [name for name in DATA if name != "global generators"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("none", "nested", "numpy") else pytest.param(name, marks=pytest.mark.long)
+        for name in DATA
+        if name != "global generators"
+    ],
+)
 def test_validation_does_not_depend_on_num_workers(quiet, name):
     alone, two = (train(with_tests(DATA[name]), quiet, workers, validate=True) for workers in (0, 2))
     assert alone.losses == two.losses and len(alone.losses) > 4

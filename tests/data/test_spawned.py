@@ -50,6 +50,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_workers_that_are_spawned_change_nothing(tmp_path):
     """As on macOS and Windows: they get nothing but what can be pickled."""
     (tmp_path / "spawns.py").write_text(SPAWNS)

@@ -49,6 +49,7 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, install, tmp_path):
     """To the same upload as where everything is."""
     one = rehearsal({"trainer": {"callbacks": [method("FLwF2T", beta=0.3), method("Replay", max_size=20)]}})

@@ -100,6 +100,7 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
             assert all(torch.equal(value, kept[section][name]) for name, value in values.items())
 
 
+@pytest.mark.long
 def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_on(connected, moments):
     one, _, at = connected
     at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=15.0)
@@ -119,6 +120,7 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     assert one.begun(lost) == ROUNDS - 1 and kept_by(one, lost)["Replay"]
 
 
+@pytest.mark.long
 def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     """The others go on, in the round at hand and in those after it: also once Flower takes it for gone."""
     one, _, at = connected

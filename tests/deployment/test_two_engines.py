@@ -166,9 +166,19 @@ FAST = [
 ]
 
 
+# Each has its own form of upload, of client state or of server step; the others combine these.
+SLOW = ["averaging", "server optimizer", "variates", "personal models", "an earlier model of the server"]
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        case
+        if case in FAST
+        else pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [pytest.mark.slow, pytest.mark.long])
+        for case in CASES
+    ],
 )
 def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, same):
     one = rehearsal(CASES[case])

@@ -219,6 +219,7 @@ def test_convolutions_of_8_bits_by_onnx_runtime(frozen, tmp_path):
 
 
 @pytest.mark.seconds
+@pytest.mark.long
 def test_what_8_bits_change_too_much_is_not_written(frozen, tmp_path):
     network, images = frozen
     (tmp_path / "net.onnx").write_bytes(b"older")

@@ -56,7 +56,14 @@ def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callback
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "optimizer"), [*((kind, "sgd") for kind in MODELS), ("MLP", "adam")])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        ("convolutions", "sgd"),
+        ("MLP", "adam"),
+        *(pytest.param(kind, "sgd", marks=pytest.mark.long) for kind in MODELS if kind != "convolutions"),
+    ],
+)
 def test_a_fit_is_the_same_to_the_bit(fit, make_stream, monkeypatch, kind, optimizer):
     torch.manual_seed(0)
     model = MODELS[kind]()

@@ -275,6 +275,7 @@ def test_balanced_indices():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
     stream, watch = incremental(rounds_per_experience=2, batch_size=4), Watch()
     method, sizes = DyToxTraining(0.3, balanced_epochs=2), {}
@@ -326,6 +327,7 @@ def test_in_a_plain_trainer_the_last_epochs_are_balanced(train):
 
 
 @pytest.mark.seconds
+@pytest.mark.long
 def test_resumed_is_uninterrupted(assert_resumes):
     def make(seed=0):
         return make_task(task_incremental=True, seed=seed)
@@ -358,6 +360,7 @@ def test_a_stream_in_a_plain_trainer(fit):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_forgets_less(fit):
     """Fine-tuning knows the last task's two of six classes in the end; of some seeds together, it knows far more."""
     right = {False: [], True: []}

@@ -257,7 +257,10 @@ def second_task(make, method, holds, seed, quiet):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", [Convolutional, lambda: nn.Sequential(nn.Flatten(), MLP([64, 64, 10]))])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(Convolutional, marks=pytest.mark.long), lambda: nn.Sequential(nn.Flatten(), MLP([64, 64, 10]))],
+)
 def test_the_defaults_hold_a_small_network_s_important_weights_and_all_in_bounds(quiet, make, kind):
     """Over two seeds important weights move less than half as far as in fine-tuning; five seeds: 0.20 to 0.34."""
     held, free = (

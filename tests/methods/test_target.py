@@ -93,6 +93,7 @@ def test_images_and_what_the_model_says_of_them_come_when_an_experience_ends(fit
 
 
 @pytest.mark.seconds
+@pytest.mark.long
 def test_images_made_to_match_statistics_are_nearer_to_those_of_the_model(fit):
     """On three models together, by at least a sixth."""
     apart = {10.0: 0.0, 0.0: 0.0}

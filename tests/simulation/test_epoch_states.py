@@ -249,7 +249,7 @@ def check_by_hand(found, stream, epochs):
 @pytest.mark.parametrize(
     ("kind", "callback", "cohort_size"),
     [
-        (Network, Batches, 1),
+        pytest.param(Network, Batches, 1, marks=pytest.mark.long),
         (Network, Clients, 2),
         pytest.param(Nested, Batches, 1, marks=pytest.mark.rounding),  # `Nested` has all metrics of `Network`
     ],

@@ -397,6 +397,7 @@ SPAWN = 'torch.multiprocessing.set_start_method("spawn", force=True)'
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_script_without_a_guard(tmp_path):
     """It trains without worker processes; with spawned ones the error names what to do."""
     fits = [FIT.replace("WORKERS", workers) for workers in "02"]
@@ -412,6 +413,7 @@ def test_a_script_without_a_guard(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_notebook(tmp_path):
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient")

@@ -149,13 +149,28 @@ METHODS = {
 
 
 FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
+# The others combine what these and the fast ones do.
+SLOW = [
+    "own head",
+    "compression",
+    "projection",
+    "variates",
+    "an earlier model of the server",
+    "clients' states on disk",
+]
 
 
 @pytest.mark.rounding
 @pytest.mark.argument("devices", "honoured: a process each, to [the same bits](scale.md)")
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+    "name",
+    [
+        name
+        if name in FAST
+        else pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [pytest.mark.slow, pytest.mark.long])
+        for name in METHODS
+    ],
 )
 def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_stream, name):
     """Six unequal clients, in cohorts of two where they can train side by side, on 1, 2 and 3 processes."""

@@ -157,6 +157,7 @@ def test_a_checkpoint_with_other_draws_is_refused(fit, make_stream, make_task, t
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_process_is_continued_to_the_same_end(tmp_path):
     recipe = "recipes/quickstart.yaml"
 

@@ -544,6 +544,7 @@ for n in map(int, sys.argv[1:]):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_sequences():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEMORY, "200", "4000"]

@@ -118,8 +118,10 @@ def test_with_what_clients_keep_it_comes_to_the_same_bits_and_without_they_begin
 @pytest.mark.parametrize(
     ("paper", "names", "rounds", "of"),
     [
-        ("fedclip", FEDCLIP, 3, 8),  # plasticity of the second experience, before its readout
-        ("odfcl", ODFCL, 1, 4),  # in the midst of the first session, with maps of its own and of the base session
+        # Plasticity of the second experience, before its readout.
+        pytest.param("fedclip", FEDCLIP, 3, 8, marks=pytest.mark.long),
+        # In the midst of the first session, with maps of its own and of the base session.
+        pytest.param("odfcl", ODFCL, 1, 4, marks=pytest.mark.long),
         ("fedvit", FEDVIT, 3, 4),  # heads and memories of the first task, in the midst of the second
     ],
 )

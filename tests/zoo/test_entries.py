@@ -82,7 +82,14 @@ ALIKE = (".fedclip", ".fedip", ".flwf2t_ft")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(ALIKE)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name.startswith("lite0.") else name
+        for name in NAMES
+        if not name.endswith(ALIKE)
+    ],
+)
 def test_it_becomes_an_onnx_file(name, tmp_path):
     model = zoo.load(name)
     example = example_input(model.network, model.entry.shape)
@@ -111,7 +118,7 @@ def sums_of(task, stream, clients):
 @pytest.mark.parametrize(
     "name",
     [
-        name if ".ucihar." in name else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.slow if ".wesad" in name else [pytest.mark.slow, pytest.mark.long])
         for name in NAMES
         if name.endswith(".incfed")
     ],
