@@ -25,7 +25,7 @@ def script(tmp_path_factory):
     folder = tmp_path_factory.mktemp("completion")
     code = "import sys; from lightning_fcl.cli.main import main; main(['completion', 'bash'])\n"
     code += "heavy = {'torch', 'lightning', 'avalanche'} & set(sys.modules); assert not heavy, heavy"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     (folder / "script").write_text(done.stdout)
     (folder / "mine.yaml").touch()
@@ -51,7 +51,7 @@ def script(tmp_path_factory):
 )
 def test_bash_completes(script, words, last, expected):
     done = subprocess.run(
-        ["bash", "-c", TAB.format(words=words, last=last)], cwd=script, capture_output=True, text=True, timeout=60
+        ["bash", "-c", TAB.format(words=words, last=last)], cwd=script, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     found = {*done.stdout.split()}
@@ -66,8 +66,8 @@ def test_bash_completes(script, words, last, expected):
 @pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh")
 def test_zsh_takes_its_script(tmp_path):
     code = "from lightning_fcl.cli.main import main; main(['completion', 'zsh'])"
-    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900).stdout
     (tmp_path / "script").write_text(text)
     ask = "autoload -U compinit; compinit -D; source ./script; print ${_comps[lightning-fcl]}"
-    done = subprocess.run(["zsh", "-fc", ask], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["zsh", "-fc", ask], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.stdout.strip() == "_shtab_lightning_fcl", done.stderr

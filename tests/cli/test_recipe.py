@@ -317,7 +317,7 @@ def test_the_reader_of_a_project_s_own_parser_stays_as_it_is():
     """The library reads its recipes within limits, and leaves jsonargparse's mode for YAML alone."""
     code = "import jsonargparse; before = jsonargparse.get_loader('yaml'); import lightning_fcl.running.fit\n"
     code += "assert jsonargparse.get_loader('yaml') is before"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
 
 
 def test_an_option_of_fit_is_declared_in_one_place(monkeypatch, capsys):

@@ -96,5 +96,5 @@ def test_a_test_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(RIGHT)
     (tmp_path / "test_mine.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0 and "10 passed" in ended.stdout, ended.stdout[-3000:]

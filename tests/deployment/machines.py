@@ -62,7 +62,7 @@ class Fork:
     def __init__(self, pid):
         self.pid = pid
 
-    def wait(self, seconds=60.0):
+    def wait(self, seconds=900.0):
         ends = time.monotonic() + seconds
         while self._is_there():
             if time.monotonic() > ends:
@@ -148,7 +148,7 @@ class Machines:
 
     def flwr(self, *words, check=True):
         command = [str(self.bin / "flwr"), *map(str, words)]
-        options = {"capture_output": True, "text": True, "env": self.environment, "cwd": self.folder, "timeout": 300}
+        options = {"capture_output": True, "text": True, "env": self.environment, "cwd": self.folder, "timeout": 900}
         ended = subprocess.run(command, **options)
         assert not check or ended.returncode == 0, ended.stdout + ended.stderr + self.logs()
         return ended
@@ -178,7 +178,7 @@ class Machines:
         self.signal(name, signal.SIGKILL)
         self.running.pop(name).wait()
 
-    def wait_for(self, there, seconds=600):
+    def wait_for(self, there, seconds=900):
         ends = time.monotonic() + seconds
         while not (found := there()):
             assert time.monotonic() < ends, self.logs()

@@ -67,7 +67,7 @@ def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, w
     known["DATA"] = one.folder / "data" / "1.npz"
     code = "".join(f"{name} = {value if isinstance(value, list) else str(value)!r}\n" for name, value in known.items())
     words = [sys.executable, "-I", "-S", "-c", code + ANSWERS]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=900)
     assert done.returncode == 0, done.stderr
     *answers, loaded = done.stdout.splitlines()
     assert loaded == "loaded []"
