@@ -253,7 +253,7 @@ def test_what_was_drawn_before_does_not_matter(run):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("latents", [False, True])
-@pytest.mark.parametrize("backbone", ["float", pytest.param("int8", marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.parametrize("backbone", ["float", pytest.param("int8", marks=pytest.mark.long)])
 def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
     def parts():
         return [Replay(20, "class-balanced", "round", base=True), MeanOutputLoss(2.0), ContinualMetrics(start=True)]

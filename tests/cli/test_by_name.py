@@ -106,8 +106,8 @@ def test_a_recipe_becomes_one_file(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*OF_EACH_PAPER[3:], *[*RECIPES][::15]])
 @pytest.mark.long
+@pytest.mark.parametrize("name", [*OF_EACH_PAPER[3:], *[*RECIPES][::15]])
 def test_more_recipes_become_one_file(name, tmp_path):
     check_flat(name, tmp_path)
 

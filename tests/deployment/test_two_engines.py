@@ -164,9 +164,7 @@ FAST = [
     "sums of a reservoir",
     "batch normalization and single samples",
 ]
-
-
-# Each has its own form of upload, of client state or of server step; the others combine these.
+# CI runs these and the fast ones; the others are `long`.
 SLOW = ["averaging", "server optimizer", "variates", "personal models", "an earlier model of the server"]
 
 
@@ -174,9 +172,7 @@ SLOW = ["averaging", "server optimizer", "variates", "personal models", "an earl
 @pytest.mark.parametrize(
     "case",
     [
-        case
-        if case in FAST
-        else pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [pytest.mark.slow, pytest.mark.long])
+        case if case in FAST else pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.long)
         for case in CASES
     ],
 )

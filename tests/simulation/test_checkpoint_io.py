@@ -59,7 +59,7 @@ def test_a_full_disk_leaves_the_last_one_and_is_told(path, full_disk):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    "moment", ["while it is written", pytest.param("before it is renamed", marks=[pytest.mark.slow, pytest.mark.long])]
+    "moment", ["while it is written", pytest.param("before it is renamed", marks=pytest.mark.long)]
 )
 def test_a_kill_leaves_the_last_one_and_what_is_half_written_goes_with_the_next(path, moment):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

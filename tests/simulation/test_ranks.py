@@ -149,7 +149,7 @@ METHODS = {
 
 
 FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
-# The others combine what these and the fast ones do.
+# CI runs these and the fast ones; the others are `long`.
 SLOW = [
     "own head",
     "compression",
@@ -166,9 +166,7 @@ SLOW = [
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in FAST
-        else pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [pytest.mark.slow, pytest.mark.long])
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.long)
         for name in METHODS
     ],
 )
